@@ -134,6 +134,7 @@ class Ticket(_message.Message):
     RETAINED_TOKENS_FIELD_NUMBER: _builtins.int
     RETAINED_DEPTH_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    PART_ENDPOINTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     transfer_id: _builtins.int
     generation: _builtins.int
@@ -145,6 +146,8 @@ class Ticket(_message.Message):
     retained_depth: _builtins.int
     @_builtins.property
     def plan(self) -> Global___ResolvedPlan: ...
+    @_builtins.property
+    def part_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -158,10 +161,11 @@ class Ticket(_message.Message):
         retained_tokens: _builtins.int = ...,
         retained_depth: _builtins.int = ...,
         plan: Global___ResolvedPlan | None = ...,
+        part_endpoints: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "lease_s", b"lease_s", "plan", b"plan", "reserved_bytes", b"reserved_bytes", "retained_depth", b"retained_depth", "retained_tokens", b"retained_tokens", "retained_transfer_id", b"retained_transfer_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "credit_bytes", b"credit_bytes", "endpoint", b"endpoint", "generation", b"generation", "lease_s", b"lease_s", "part_endpoints", b"part_endpoints", "plan", b"plan", "reserved_bytes", b"reserved_bytes", "retained_depth", b"retained_depth", "retained_tokens", b"retained_tokens", "retained_transfer_id", b"retained_transfer_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__plan: _TypeAlias = _typing.Literal["plan"]  # noqa: Y015
     _WhichOneofArgType__plan: _TypeAlias = _typing.Literal["_plan", b"_plan"]  # noqa: Y015

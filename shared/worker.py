@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.certs import Certs
+from kvferry.shared.certs import BlockKeys, Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
@@ -91,15 +92,60 @@ class ProcessTransport:
         return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        network = (
-            SealedListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
-            if self._keys
-            else ZmqListeningChannel(self._listen, advertise=self._advertise)
-        )
-        channel: ListeningChannel = SharedMemoryListeningChannel(network)
+        channel: ListeningChannel = _listening(self._listen, self._advertise, self._keys)
         if self._nixl is not None:
             channel = self._nixl.listening(channel)
         return BlockServer(channel, sink, on_late_block=on_late_block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTransport:
+    """Makes the block servers of a worker's other ranks, each in its own process, to which this is sent.
+
+    Attributes: listen, advertise: the first rank's; certs: the folder, or "".
+    """
+
+    listen: str
+    advertise: str
+    certs: str
+    role: Role
+
+    @classmethod
+    def of(cls, settings: WorkerSettings, role: Role) -> RankTransport | None:
+        """None where the first rank takes the blocks of all: with one rank, and with NIXL."""
+        if settings.tensor_parallel == 1 or settings.transport == "nixl":
+            return None
+        return cls(
+            listen=settings.block_listen,
+            advertise=settings.block_advertise,
+            certs=settings.certs,
+            role=role,
+        )
+
+    def server(self, rank: int, sink: BlockSink) -> BlockServer:
+        """Raises: ConfigurationError: the address cannot be bound."""
+        keys = Certs(self.certs, self.role).block_keys() if self.certs else None
+        listen, advertise = (_address_of_rank(its, rank) for its in (self.listen, self.advertise))
+        return BlockServer(_listening(listen, advertise, keys), sink)
+
+
+def _listening(listen: str, advertise: str, keys: BlockKeys | None) -> ListeningChannel:
+    network = (
+        SealedListeningChannel(listen, advertise=advertise, keys=keys)
+        if keys
+        else ZmqListeningChannel(listen, advertise=advertise)
+    )
+    return SharedMemoryListeningChannel(network)
+
+
+def _address_of_rank(address: str, rank: int) -> str:
+    """Where a rank listens, of the first one's address: that many ports after it, or at a path of its own."""
+    head, colon, port = address.rpartition(":")
+    if address.startswith("ipc://"):
+        return f"{address}.{rank}"
+    if not colon or not port.isdigit() or int(port) == 0:
+        return address
+    return f"{head}:{int(port) + rank}"
 
 
 class NixlChannels:

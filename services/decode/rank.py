@@ -18,13 +18,16 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
+from kvferry.services.decode.part_receiver import ExpectedPart, PartReceiver
 from kvferry.services.decode.rank_messages import (
     Accept,
     Copy,
     Drop,
+    Expect,
     JoinBatch,
     Layer,
     LeaveBatch,
+    Listen,
     Move,
     Place,
     ResetBatch,
@@ -37,6 +40,7 @@ from kvferry.services.decode.rank_messages import (
     sent,
 )
 from kvferry.services.decode.retained import copied_rows, retained_layout
+from kvferry.services.decode.sequence import PinnedRows
 from kvferry.services.decode.step import MAX_SHAPES
 from kvferry.shared.cache.arena import SequenceLayout, place_layer, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RetainedRows
@@ -44,19 +48,27 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.model.interface import DecodeAttention
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.wire.receiver import BlockServer
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(kw_only=True)
 class _Sequence:
-    """This rank's part of a sequence. Attributes: chain: retained rows that its transfer leaves out."""
+    """This rank's part of a sequence.
+
+    Attributes:
+        chain: retained rows that its transfer leaves out, if the leading rank takes its blocks.
+        part: of its transfer, if this rank takes its blocks.
+    """
 
     layout: SequenceLayout
     buffer: Tensor
     returns_generated: bool
     chain: RetainedChain | None = None
+    part: ExpectedPart | None = None
     caches: list[LayerCache] = field(default_factory=list)
 
 
@@ -71,8 +83,10 @@ class _Retained:
 class DecodeRank(FollowingRank):
     """What is here is named by the transfer that brought it, as in the messages."""
 
-    def __init__(self, commands: Connection) -> None:
-        super().__init__(commands)
+    def __init__(self, commands: Connection, notes: Connection) -> None:
+        super().__init__(commands, notes)
+        self._server: BlockServer | None = None
+        self._receiver: PartReceiver | None = None
         self._slots: SlotAttention | None = None
         self._placed: set[int] = set()
         self._shapes: OrderedDict[tuple[int, Hashable], BatchAttention] = OrderedDict()
@@ -92,6 +106,9 @@ class DecodeRank(FollowingRank):
         self.answer(None)
 
     def _start(self, command: Start) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = self._receiver = None
         self._buffer = torch.empty(command.arena_bytes, dtype=torch.uint8, device=self.resolve_device())
         self._max_batch_size = command.max_batch_size
         self._sequences: dict[int, _Sequence] = {}
@@ -100,6 +117,46 @@ class DecodeRank(FollowingRank):
         self._reset()
 
     # ---- sequences ---------------------------------------------------------------------------------------
+
+    @_run_other.register
+    def _(self, command: Listen) -> None:
+        first_head = self.rank * self.model.spec.num_kv_heads
+        receiver = PartReceiver(
+            self.model.spec, first_head=first_head, device=self.resolve_device(), note=self.note
+        )
+        try:
+            self._server = command.transport.server(self.rank, receiver)
+        except ConfigurationError as error:
+            self.answer(error)
+            return
+        self._receiver = receiver
+        self.answer(self._server.endpoint)
+
+    @_run_other.register
+    def _(self, command: Expect) -> None:
+        assert self._receiver is not None, "the rank does not listen"
+        pinned = None
+        if command.retained:
+            its = [(self._retained[name], num_tokens) for name, num_tokens in command.retained]
+            selections = [replace(one.retained, num_tokens=num_tokens) for one, num_tokens in its]
+            pinned = PinnedRows(
+                chain=RetainedChain(selections=tuple(selections)),
+                layers=tuple(one.rows for one, _ in its),
+                unpin=lambda: None,  # the leading rank has pinned them
+            )
+        plan = replace(command.resolved, max_new_tokens=command.room)
+        made = self._made(plan, command.place, returns_generated=command.returns_generated)
+        made.part = ExpectedPart(
+            key=command.key,
+            resolved=command.resolved,
+            room=command.room,
+            returns_generated=command.returns_generated,
+            layout=made.layout,
+            buffer=made.buffer,
+            pinned=pinned,
+        )
+        self._sequences[command.key.transfer_id] = made
+        self._receiver.expect(made.part)
 
     @_run_other.register
     def _(self, command: Accept) -> None:
@@ -128,7 +185,7 @@ class DecodeRank(FollowingRank):
 
     @_run_other.register
     def _(self, command: Move) -> None:
-        sequence = self._sequences[command.sequence]
+        sequence = self._arrived(command.sequence)
         moved = self._made(command.plan, command.place, returns_generated=sequence.returns_generated)
         for cache, layer in zip(sequence.caches, moved.layout.layers, strict=True):
             cache.move(layer.format, layer.views(moved.buffer))
@@ -136,7 +193,7 @@ class DecodeRank(FollowingRank):
 
     @_run_other.register
     def _(self, command: Share) -> None:
-        sequence = self._sequences[command.sequence]
+        sequence = self._arrived(command.sequence)
         buffer = torch.empty(sequence.layout.size_bytes, dtype=torch.uint8)
         self._prompts[command.sequence] = _copied(sequence.caches, sequence.layout, buffer)
 
@@ -148,7 +205,8 @@ class DecodeRank(FollowingRank):
 
     @_run_other.register
     def _(self, command: Retain) -> None:
-        caches = self._sequences.pop(command.sequence).caches
+        caches = self._arrived(command.sequence).caches
+        del self._sequences[command.sequence]
         rows = tuple(tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in caches)
         self._retained[command.sequence] = _Retained(retained=command.rows, rows=rows)
 
@@ -163,7 +221,9 @@ class DecodeRank(FollowingRank):
     @_run_other.register
     def _(self, command: Drop) -> None:
         for name in command.sequences:
-            self._sequences.pop(name, None)
+            sequence = self._sequences.pop(name, None)
+            if self._receiver is not None and sequence is not None and sequence.part is not None:
+                self._receiver.forget(sequence.part)
         for name in command.retained:
             self._retained.pop(name, None)
         for name in command.prompts:
@@ -171,8 +231,17 @@ class DecodeRank(FollowingRank):
 
     @_run_other.register
     def _(self, command: Return) -> None:
-        caches = self._sequences[command.sequence].caches
+        caches = self._arrived(command.sequence).caches
         self.answer([sent(cache.returned(command.num_appended)) for cache in caches])
+
+    def _arrived(self, name: int) -> _Sequence:
+        """A sequence whose blocks are all there."""
+        sequence = self._sequences[name]
+        if self._receiver is not None and sequence.part is not None:
+            self._receiver.forget(sequence.part)
+            sequence.caches, sequence.layout = sequence.part.caches, sequence.part.layout
+            sequence.part = None
+        return sequence
 
     def _made(self, plan: ResolvedPlan, place: Place | None, *, returns_generated: bool) -> _Sequence:
         """A sequence without layers. Args: place: None: in host memory."""
@@ -190,7 +259,7 @@ class DecodeRank(FollowingRank):
     def _(self, command: JoinBatch) -> None:
         if self._slots is None:
             self._slots = SlotAttention(self.model.spec, self._max_batch_size, self._buffer)
-        caches = self._sequences[command.sequence].caches
+        caches = self._arrived(command.sequence).caches
         self._slots.place(command.slot, caches, command.num_appended)
         self._placed.add(command.slot)
 

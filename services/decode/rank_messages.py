@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvferry.shared.cache.delta import RetainedRows, RowNumbers
+from kvferry.shared.cache.delta import Positions, RetainedRows, RowNumbers
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.wire.messages import TransferKey
+
+if TYPE_CHECKING:
+    from kvferry.shared.worker import RankTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,59 @@ class Start:
 
     arena_bytes: int
     max_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Take the blocks of the rank's heads straight from prefill. Answered with the endpoint, or an error.
+
+    Attributes: transport: makes the rank's block server.
+    """
+
+    transport: RankTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect:
+    """A reservation was made, whose blocks the rank takes itself.
+
+    Attributes:
+        key: the transfer's; its id names the sequence from now on.
+        resolved: the reservation's plan; room: the new tokens for which there is room.
+        retained: the transfers whose rows this one may leave out, newest first, and below which token.
+    """
+
+    key: TransferKey
+    place: Place
+    resolved: ResolvedPlan
+    room: int
+    returns_generated: bool
+    retained: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartArrived:
+    """Noted by a rank: all blocks of its heads are there.
+
+    Attributes:
+        key: the reservation's.
+        layer_rows: as of the part's manifest.
+        prompt_bytes: of the rank's part of the prompt's cache.
+        positions: as of `Sequence`, of the rank's heads.
+    """
+
+    key: TransferKey
+    layer_rows: tuple[int, ...]
+    prompt_bytes: int
+    positions: tuple[Positions | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartFailed:
+    """Noted by a rank: the transfer of its part has failed. Attributes: nack: see `encode_nack`."""
+
+    key: TransferKey
+    nack: bytes
 
 
 @dataclass(frozen=True, kw_only=True)

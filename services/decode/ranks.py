@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +27,14 @@ from kvferry.services.decode.rank_messages import (
     Accept,
     Copy,
     Drop,
+    Expect,
     JoinBatch,
     Layer,
     LeaveBatch,
+    Listen,
     Move,
+    PartArrived,
+    PartFailed,
     Place,
     ResetBatch,
     Retain,
@@ -40,7 +45,7 @@ from kvferry.services.decode.rank_messages import (
     received,
     sent,
 )
-from kvferry.services.decode.receiver import ArenaCopier, CacheWriter, layer_failed
+from kvferry.services.decode.receiver import ArenaCopier, CacheReceiver, CacheWriter, layer_failed
 from kvferry.services.decode.retained import RetainedSelection
 from kvferry.services.decode.sequence import PinnedRows, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
@@ -51,9 +56,16 @@ from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.presets import preset
-from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
+from kvferry.shared.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    KvferryError,
+    ProtocolMismatch,
+    WorkerUnavailable,
+)
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.parallel.model import ParallelModel
+from kvferry.shared.worker import RankTransport
 
 DECODE_RANK = "kvferry.services.decode.rank:DecodeRank"
 """The class of the other ranks, for `load_parallel_model`."""
@@ -69,6 +81,7 @@ class DecodeRanks:
         num_ranks: with this one.
         spec: of one rank's heads.
         returning: to be locked around `ask_returned` and `with_returned`.
+        endpoints: where the others take the blocks of their heads; empty where this rank takes all.
 
     Args: model: whose followers are `DECODE_RANK`s.
     """
@@ -80,11 +93,32 @@ class DecodeRanks:
         self._whole_spec = model.spec
         self._lead = model.lead
         self._dropped: deque[Drop] = deque()
+        self.endpoints: tuple[str, ...] = ()
 
     def start(self, *, arena_bytes: int, max_batch_size: int) -> None:
         """Have the others take memory; waits until they have."""
         self._tell(Start(arena_bytes=arena_bytes, max_batch_size=max_batch_size))
         self._lead.answers(timeout_s=_START_TIMEOUT_S)
+
+    def listen(self, transport: RankTransport, receiver: CacheReceiver) -> None:
+        """Have the others take the blocks of their heads. Args: receiver: is told how their parts went.
+
+        Raises: ConfigurationError: one cannot listen.
+        """
+
+        def on_note(rank: int, note: object) -> None:
+            if isinstance(note, PartArrived):
+                receiver.part_arrived(rank, note)
+            elif isinstance(note, PartFailed):
+                receiver.part_failed(rank, note)
+
+        self._lead.on_note = on_note
+        self._tell(Listen(transport=transport))
+        answers = self._lead.answers(timeout_s=_START_TIMEOUT_S)
+        for rank, answer in enumerate(answers, 1):
+            if isinstance(answer, KvferryError):
+                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
+        self.endpoints = tuple(answers)
 
     def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of these methods that can be divided."""
@@ -102,6 +136,41 @@ class DecodeRanks:
                 )
 
     # ---- transfers ---------------------------------------------------------------------------------------
+
+    def expect(self, sequence: Sequence) -> None:
+        """A reservation was made; called before its ticket is out."""
+        retained = () if sequence.pinned is None else sequence.pinned.chain.selections
+        self._tell(
+            Expect(
+                key=sequence.key,
+                place=_place(sequence.allocation),
+                resolved=sequence.resolved,
+                room=sequence.room,
+                returns_generated=sequence.request.store_history,
+                retained=tuple((its.transfer_id, its.num_tokens) for its in retained),
+            )
+        )
+
+    def put_together(self, sequence: Sequence) -> None:
+        """What is known of a sequence of all heads, when all parts have arrived.
+
+        Raises: ProtocolMismatch: prefill measured other rows for some heads than for others.
+        """
+        parts = [sequence.parts[rank] for rank in range(1, self.num_ranks)]
+        assert sequence.manifest is not None
+        for rank, part in enumerate(parts, 1):
+            if part.layer_rows != sequence.manifest.layer_rows:
+                raise ProtocolMismatch(
+                    f"the manifest's layer_rows for rank {rank} are {part.layer_rows}; for rank 0 they are "
+                    f"{sequence.manifest.layer_rows}",
+                    reason="manifest_layer_rows",
+                )
+        own_bytes = sum(cache.used_bytes(0) for cache in sequence.caches)
+        sequence.prompt_bytes = own_bytes + sum(part.prompt_bytes for part in parts)
+        of_ranks = [sequence.positions, *(part.positions for part in parts)]
+        sequence.positions = tuple(
+            None if layer[0] is None else np.concatenate(layer) for layer in zip(*of_ranks, strict=True)
+        )
 
     def writer(
         self, sequence: Sequence, buffer: Tensor, copier: ArenaCopier, pinned: PinnedRows | None

@@ -19,22 +19,23 @@ import torch
 from opentelemetry.trace import Span
 from torch import Tensor
 
+from kvferry.services.decode.rank_messages import PartArrived, PartFailed
 from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompts
 from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
-from kvferry.shared.cache.delta import DeltaLayer
+from kvferry.shared.cache.delta import DeltaLayer, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
-from kvferry.shared.compression.plan import is_measured, plan_digest
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry import begin, context_of
-from kvferry.shared.wire.frames import check_manifest, model_fields
+from kvferry.shared.wire.frames import check_manifest, decode_nack, model_fields
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
@@ -262,15 +263,63 @@ class CacheReceiver:
             caches = sequence.caches = incoming.writer.finish()
             if all(cache.format.is_plain for cache in caches):
                 sequence.positions = tuple([cache.positions for cache in caches])
-            sequence.release_retained()
-            if sequence.request.num_siblings:
-                self._prompts.put(sequence)
-            self._arena.advance(sequence.allocation, "running")
-            sequence.committed_s = self._clock()
-            sequence.state = SequenceState.READY
+            sequence.arrived = first_token, incoming.started_s
+            is_whole = self._is_whole(sequence)
         del self._incoming[end.key]
         incoming.span.end()
-        sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - incoming.started_s))
+        if is_whole:
+            self._begin(sequence)
+
+    def part_arrived(self, rank: int, part: PartArrived) -> None:
+        """Another rank has all blocks of its heads. Any thread may call this."""
+        with contextlib.suppress(LeaseExpired):
+            sequence = self._reservations.find(part.key)
+            with sequence.lock:
+                if sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                    return
+                sequence.parts[rank] = part
+                try:
+                    is_whole = sequence.arrived is not None and self._is_whole(sequence)
+                except KvferryError as error:
+                    sequence.close(error)
+                    return
+            if is_whole:
+                self._begin(sequence)
+
+    def part_failed(self, rank: int, part: PartFailed) -> None:
+        """The transfer of another rank's heads has failed, and with it the request. Any thread may call
+        this."""
+        error = decode_nack(part.nack)
+        self._metrics.receive_failed.labels(error.reason).inc()
+        with contextlib.suppress(LeaseExpired):
+            sequence = self._reservations.find(part.key)
+            with sequence.lock:
+                if sequence.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                    message = f"rank {rank}: {error.message}"
+                    sequence.close(type(error)(message, reason=error.reason))
+
+    def _is_whole(self, sequence: Sequence) -> bool:
+        """Whether all ranks have the sequence, which then is READY. The caller has locked it.
+
+        Raises: ProtocolMismatch: their parts do not belong together.
+        """
+        if self._ranks is not None and self._ranks.endpoints:
+            if len(sequence.parts) < self._ranks.num_ranks - 1:
+                return False
+            self._ranks.put_together(sequence)
+        sequence.release_retained()
+        if sequence.request.num_siblings:
+            self._prompts.put(sequence)
+        self._arena.advance(sequence.allocation, "running")
+        sequence.committed_s = self._clock()
+        sequence.state = SequenceState.READY
+        return True
+
+    def _begin(self, sequence: Sequence) -> None:
+        assert sequence.arrived is not None
+        assert sequence.committed_s is not None
+        first_token, started_s = sequence.arrived
+        sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - started_s))
         sequence.enter_stage("first step")
         self._submit(sequence, first_token)
 
@@ -323,15 +372,18 @@ class CacheReceiver:
             self._arena.advance(sequence.allocation, "in_transfer")
             sequence.state = SequenceState.IN_TRANSFER
             sequence.manifest = manifest
-            pinned, depth = sequence.pinned, manifest.retained_depth
+            pinned, is_part = sequence.pinned, self._ranks is not None and bool(self._ranks.endpoints)
             if not manifest.retained_transfer_id or pinned is None:
-                sequence.release_retained()
+                if not is_part:  # others may need them
+                    sequence.release_retained()
                 pinned = None
             else:
-                chain = pinned.chain.first(depth, manifest.retained_tokens)
-                pinned = replace(pinned, chain=chain, layers=pinned.layers[:depth])
+                pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
             buffer = self._arena.buffer(sequence.allocation)
-            if self._ranks is not None:
+            if is_part and pinned is not None:
+                assert self._ranks is not None
+                pinned = pinned.of_heads(0, self._ranks.spec.num_kv_heads)
+            if self._ranks is not None and not is_part:
                 return sequence, self._ranks.writer(sequence, buffer, self._copier, pinned)
             return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
 
@@ -339,11 +391,7 @@ class CacheReceiver:
         """Lay the rows that prefill measured out in the reserved bytes, which suffice for any division."""
         if not is_measured(sequence.resolved):
             return
-        try:
-            sequence.plan = with_layer_rows(sequence.resolved, manifest.layer_rows)
-        except ValueError as error:
-            message = f"the manifest's layer_rows: {error}"
-            raise ProtocolMismatch(message, reason="manifest_layer_rows") from error
+        sequence.plan = measured_plan(manifest, sequence.resolved)
         with_room = replace(sequence.plan, max_new_tokens=sequence.room)
         spec = self._spec if self._ranks is None else self._ranks.spec
         formats = make_formats(spec, with_room, returns_generated=sequence.request.store_history)
@@ -352,26 +400,52 @@ class CacheReceiver:
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
 
     def _check(self, manifest: Manifest, sequence: Sequence) -> None:
-        """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
-        resolved = sequence.resolved
-        expected: dict[str, Any] = {
-            "purpose": "cache",
-            **model_fields(self._spec),
-            "start": 0,
-            "num_tokens": resolved.num_prompt_tokens,
-            "plan_digest": plan_digest(resolved),
-        }
-        if not is_measured(resolved):
-            expected["layer_rows"] = ()
-        if manifest.retained_transfer_id:
-            chain = sequence.pinned.chain if sequence.pinned is not None else None
-            transfer_id, num_tokens, depth = (
-                (chain.transfer_id, chain.num_tokens, chain.depth) if chain is not None else (0, 0, 0)
-            )
-            expected["retained_transfer_id"] = transfer_id
-            expected["retained_tokens"] = min(manifest.retained_tokens, num_tokens)
-            expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
-        check_manifest(manifest, expected)
+        """Raises: as `check_transfer`."""
+        chain = sequence.pinned.chain if sequence.pinned is not None else None
+        # of its own heads, if the other ranks take theirs
+        spec = self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
+        check_transfer(manifest, sequence.resolved, chain, spec)
+
+
+def check_transfer(
+    manifest: Manifest, resolved: ResolvedPlan, chain: RetainedChain | None, spec: ModelSpec
+) -> None:
+    """Check a manifest against the plan and the retained rows of its reservation.
+
+    Args: spec: of the heads that are received.
+    Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for.
+    """
+    expected: dict[str, Any] = {
+        "purpose": "cache",
+        **model_fields(spec),
+        "start": 0,
+        "num_tokens": resolved.num_prompt_tokens,
+        "plan_digest": plan_digest(resolved),
+    }
+    if not is_measured(resolved):
+        expected["layer_rows"] = ()
+    if manifest.retained_transfer_id:
+        transfer_id, num_tokens, depth = (
+            (chain.transfer_id, chain.num_tokens, chain.depth) if chain is not None else (0, 0, 0)
+        )
+        expected["retained_transfer_id"] = transfer_id
+        expected["retained_tokens"] = min(manifest.retained_tokens, num_tokens)
+        expected["retained_depth"] = max(1, min(manifest.retained_depth, depth))
+    check_manifest(manifest, expected)
+
+
+def measured_plan(manifest: Manifest, resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan with the rows that prefill measured, if it measures them.
+
+    Raises: ProtocolMismatch: they do not belong to the plan.
+    """
+    if not is_measured(resolved):
+        return resolved
+    try:
+        return with_layer_rows(resolved, manifest.layer_rows)
+    except ValueError as error:
+        message = f"the manifest's layer_rows: {error}"
+        raise ProtocolMismatch(message, reason="manifest_layer_rows") from error
 
 
 def checked_first_token(

@@ -11,7 +11,8 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import structlog
 from opentelemetry.context import Context
@@ -30,6 +31,9 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.sender import OutgoingTransfer
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.rank_messages import PartArrived
 
 _log = structlog.get_logger(__name__)
 
@@ -106,6 +110,15 @@ class PinnedRows:
     layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
     unpin: Callable[[], None]
 
+    def first(self, depth: int, num_tokens: int) -> PinnedRows:
+        """As `RetainedChain.first`."""
+        return replace(self, chain=self.chain.first(depth, num_tokens), layers=self.layers[:depth])
+
+    def of_heads(self, first: int, number: int) -> PinnedRows:
+        """With the positions of so many heads from the first on, where `layers` are of those already."""
+        selections = tuple(its.of_heads(first, number) for its in self.chain.selections)
+        return replace(self, chain=RetainedChain(selections=selections))
+
 
 @dataclass(eq=False, kw_only=True)
 class Sequence:
@@ -133,6 +146,8 @@ class Sequence:
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
         prompt_bytes: of the prompt's cache in all ranks, if there are several.
+        arrived: the first token and the seconds at which the transfer began, once all blocks are there that
+            this process takes; `parts`: what other ranks have taken straight from prefill, by rank.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
     """
@@ -162,6 +177,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
     prompt_bytes: int = 0
+    arrived: tuple[SampledToken, float] | None = None
+    parts: dict[int, PartArrived] = field(default_factory=dict)
     committed_s: float | None = None
     is_in_arena: bool = True
     trace_context: Context = field(default_factory=current_context)
@@ -254,8 +271,8 @@ class Sequence:
             self.state = SequenceState.CLOSED
             self.enter_stage("")
             self.release_retained()
+            self.forget(self)  # before its bytes are released, which other ranks then no longer write to
             self.release_bytes()
-            self.forget(self)
         if error is not None:
             self.events.put(error)
         return True

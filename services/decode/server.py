@@ -14,7 +14,7 @@ from kvferry.shared.device_loss import end_process
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.worker import BlockTransport, run_worker
+from kvferry.shared.worker import BlockTransport, RankTransport, run_worker
 
 
 async def run(config: DecodeConfig, *, ends_process: bool = False) -> None:
@@ -39,6 +39,7 @@ async def build_service(
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
         metrics=metrics,
         on_device_lost=end_process,
+        rank_transport=RankTransport.of(config, "decode"),
         server_factory=partial(transport.server, on_late_block=metrics.late_blocks.inc),
         sender=transport.sender(
             buffer_bytes=config.send_buffer_bytes,

@@ -68,6 +68,7 @@ from kvferry.shared.warm_up import needs_warm_up, shown_progress
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.worker import RankTransport
 
 _log = structlog.get_logger(__name__)
 SWEEP_INTERVAL_S = 0.25
@@ -86,6 +87,7 @@ class DecodeService:
         sender: returns generated KV to prefill; closed with the service.
         on_device_lost: see `DecodeEngine`.
         sweep_interval_s: interval between checks for expired leases.
+        rank_transport: with which other ranks take the blocks of their heads; None: the first takes all.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class DecodeService:
         clock: Callable[[], float] = time.monotonic,
         sweep_interval_s: float = SWEEP_INTERVAL_S,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
+        rank_transport: RankTransport | None = None,
     ) -> None:
         self._config = config
+        self._rank_transport = rank_transport
         self._clock = clock
         self._spec = model.spec
         ranks = self._ranks = DecodeRanks(model) if isinstance(model, ParallelModel) else None
@@ -226,6 +230,8 @@ class DecodeService:
                 arena_bytes=self._arena.size_bytes,
                 max_batch_size=self._config.max_batch_size,
             )
+            if self._rank_transport is not None:
+                await asyncio.to_thread(self._ranks.listen, self._rank_transport, self._receiver)
         self._server = self._server_factory(self._receiver)
         self._engine.start()
         self._sweeper.start()
@@ -275,6 +281,7 @@ class DecodeService:
                     retained_transfer_id=chain.transfer_id if chain is not None else 0,
                     retained_tokens=chain.num_tokens if chain is not None else 0,
                     retained_depth=chain.depth if chain is not None else 0,
+                    part_endpoints=self._ranks.endpoints if self._ranks is not None else (),
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -413,6 +420,8 @@ class DecodeService:
         if shared is None and all(layer.format.is_plain for layer in layout.layers):
             sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
+        if self._ranks is not None and self._ranks.endpoints and shared is None:
+            self._ranks.expect(sequence)
         return sequence, min(self._config.lease_s, timeout_s)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -20,9 +20,11 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
+from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
@@ -346,15 +348,19 @@ class PrefillEngine:
             self._observe(first, layers.times, reused_by_tier if turn is not None else None)
         return first
 
-    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer:
+    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer | PartedTransfer:
         """Open the transfer of the final plan."""
         with job.lock:
-            job.transfer = self._sender.open(
-                job.ticket,
-                self._manifest(job, measured),
-                timeout_s=self._config.transfer_timeout_s,
-                keeps_failed=not job.request.probe,
-            )
+            manifest, timeout_s = self._manifest(job, measured), self._config.transfer_timeout_s
+            if job.ticket.part_endpoints:
+                formats = make_formats(self._model.spec, measured)
+                job.transfer = PartedTransfer(
+                    self._sender, job.ticket, manifest, formats, timeout_s=timeout_s
+                )
+            else:
+                job.transfer = self._sender.open(
+                    job.ticket, manifest, timeout_s=timeout_s, keeps_failed=not job.request.probe
+                )
             return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 
 import structlog
 
+from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
@@ -103,7 +104,7 @@ class PrefillJob:
         self.trace_context = current_context()
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
-        self.transfer: OutgoingTransfer | None = None
+        self.transfer: OutgoingTransfer | PartedTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None
@@ -150,6 +151,8 @@ class PrefillJob:
                     reason="resend",
                 )
             if self.transfer is not None:
+                if ticket.part_endpoints:
+                    raise TransferFailed("a transfer is not sent again in parts", reason="resend")
                 self.transfer.redirect(ticket)
             self.ticket = ticket
 

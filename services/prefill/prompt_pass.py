@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
@@ -74,7 +75,7 @@ class PromptPass:
         model: LanguageModel,
         copies: HostCopies,
         pauses: Pauses | None,
-        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer],
+        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer | PartedTransfer],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],

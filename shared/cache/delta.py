@@ -188,6 +188,17 @@ def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict
     return {**index, NEW_ROWS: new_rows, **rows}
 
 
+def delta_parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
+    """As `LayerFormat.parts`, of a delta's tensors; rows are those of the heads one after another."""
+    by_head = {name: its for name, its in tensors.items() if name in ("index", NEW_ROWS)}
+    parts = chunked(by_head, fmt.shape.num_kv_heads, num_parts)
+    counts = [int(part[NEW_ROWS].sum()) for part in parts]
+    for name in fmt.shape.row_names:
+        for part, rows in zip(parts, torch.split(tensors[name], counts), strict=True):
+            part[name] = rows
+    return parts
+
+
 @dataclass(frozen=True, eq=False)
 class DeltaLayer:
     """Decode's side of a delta of one layer of plain rows, with the `receive` and `open` of a `LayerFormat`.
@@ -240,14 +251,8 @@ class DeltaLayer:
         return which, numbers
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        """As `LayerFormat.parts`; rows are those of the heads one after another."""
-        by_head = {name: its for name, its in tensors.items() if name in ("index", NEW_ROWS)}
-        parts = chunked(by_head, self.format.shape.num_kv_heads, num_parts)
-        counts = [int(part[NEW_ROWS].sum()) for part in parts]
-        for name in self.format.shape.row_names:
-            for part, rows in zip(parts, torch.split(tensors[name], counts), strict=True):
-                part[name] = rows
-        return parts
+        """See `delta_parts`."""
+        return delta_parts(self.format, tensors, num_parts)
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
         """Copy the retained rows within the arena, write the received rows, and open the layer.

@@ -62,6 +62,9 @@ class Ticket:
             shipped again; 0 if there is none.
         retained_tokens: how many tokens of the new prompt, from its start, the retained rows belong to.
         retained_depth: how many transfers, up to and including that one, the retained rows came with.
+        part_endpoints: of a worker of several ranks that each take the blocks of their own KV heads, those of
+            the ranks after the first, which has `endpoint`; empty where that takes all heads. See "Parts" in
+            `proto/BLOCKS.md`.
     """
 
     endpoint: str
@@ -74,6 +77,7 @@ class Ticket:
     retained_transfer_id: int = 0
     retained_tokens: int = 0
     retained_depth: int = 0
+    part_endpoints: tuple[str, ...] = ()
 
 
 # ---- decode ----------------------------------------------------------------------------------------------

@@ -232,6 +232,16 @@ class OutgoingTransfer:
                 self._check_open()
             return 0.0 if self._first_sent_s is None else self._acknowledged_s - self._first_sent_s
 
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something is so of transfers of one sender, or for so long."""
+        with self._condition:
+            self._condition.wait_for(condition, timeout_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over, and not acknowledged."""
+        return self._error is not None
+
     def abort(self, reason: str) -> None:
         """Abort: the receiver is told and the buffer is freed. Idempotent; no effect once acknowledged."""
         if not self.is_over:

@@ -19,6 +19,7 @@ from kvtest.transformers_model import plan_of, prompt_of
 from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.control.messages import SessionKey
@@ -27,6 +28,7 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator
 
 METHODS = ("full", "rocketkv", "rdkv", "compactor")
@@ -64,11 +66,18 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tu
 
 
 async def turns_of(
-    prefill: LanguageModel, decode: LanguageModel, methods: Sequence[str]
+    prefill: LanguageModel, decode: LanguageModel, methods: Sequence[str], *, straight: bool = False
 ) -> dict[str, list[Turn]]:
-    """Two turns of a session for each method, all in one batch: a step has sequences of all formats."""
+    """Two turns of a session for each method, all in one batch: a step has sequences of all formats.
+
+    Args: straight: each rank of decode takes its heads' blocks itself.
+    """
     async with AsyncExitStack() as stack:
         pair = Pair(model=prefill, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
+        if straight:
+            config = DecodeConfig(tensor_parallel=2)
+            pair.hub = ProcessTransport(config, None)
+            pair.rank_transport = RankTransport.of(config, "decode")
         await pair.start_prefill()
         pair.model = decode
         await pair.start_decode()
@@ -82,20 +91,24 @@ async def turns_of(
         return dict(zip(methods, await asyncio.gather(*map(two_turns, methods)), strict=True))
 
 
-@pytest.mark.parametrize("several", ["prefill", "decode"])
+@pytest.mark.parametrize("several", ["prefill", "decode", "straight"])
 async def test_the_tokens_are_those_of_one_rank_over_a_session(
     models: tuple[LanguageModel, ...], several: str
 ) -> None:
     one, parallel = models
-    prefill, decode = (parallel if several == role else one for role in ("prefill", "decode"))
+    prefill, decode = (parallel, one) if several == "prefill" else (one, parallel)
     methods = [name for name in METHODS if name in applicable_methods(one.spec.layers)]
-    turns, expected = await turns_of(prefill, decode, methods), await turns_of(one, one, methods)
+    turns = await turns_of(prefill, decode, methods, straight=several == "straight")
+    expected = await turns_of(one, one, methods)
     num_same = 0
     for method, (first, second) in turns.items():
         expected_first, expected_second = expected[method]
         oracle = OneProcessGenerator(one).generate(FIRST, plan=plan_of(method), sampling=SAMPLING)
         assert [its.token_id for its in oracle] == expected_first.tokens
-        assert first.done.bytes_by_kind == expected_first.done.bytes_by_kind
+        sent, expected_sent = dict(first.done.bytes_by_kind), dict(expected_first.done.bytes_by_kind)
+        if several == "straight":  # each part has a manifest, and headers
+            assert 2 * expected_sent.pop("manifest") > sent.pop("manifest") / decode.num_ranks
+        assert sent == expected_sent
         num_same += same_or_tied(first.tokens, expected_first.sampled)
         if first.tokens == expected_first.tokens:
             assert second.reused == len(FIRST) + NUM_NEW - 1

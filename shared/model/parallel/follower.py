@@ -2,9 +2,9 @@
 
 Entry point of a child process of a worker, which ends with the worker, however that happens:
 
-    python -m kvferry.shared.model.parallel.follower COMMANDS LIFE CLASS
+    python -m kvferry.shared.model.parallel.follower COMMANDS LIFE NOTES CLASS
 
-COMMANDS and LIFE are descriptors of two pipes; CLASS is `module:name` of a `FollowingRank`. Decode's ranks
+COMMANDS, LIFE and NOTES are descriptors of pipes; CLASS is `module:name` of a `FollowingRank`. Decode's ranks
 have one of their own, because they have KV.
 """
 
@@ -43,9 +43,11 @@ class PassAborted(Exception):
 class FollowingRank(Ranks):
     """A rank other than 0. One thread runs everything, in the lead's order."""
 
-    def __init__(self, commands: Connection) -> None:
+    def __init__(self, commands: Connection, notes: Connection) -> None:
         super().__init__(commands.recv())
         self._commands = commands
+        self._notes = notes
+        self._noting = threading.Lock()
         self._model: TransformersModel | None = None
 
     def join(self) -> None:
@@ -84,6 +86,11 @@ class FollowingRank(Ranks):
     def answer(self, answer: object) -> None:
         """Give the lead what it waits for; see `LeadingRank.answers`."""
         self._commands.send(answer)
+
+    def note(self, note: object) -> None:
+        """Tell the lead something that it does not wait for; see `LeadingRank.on_note`. Any thread may."""
+        with self._noting:
+            self._notes.send(note)
 
     @property
     def model(self) -> TransformersModel:
@@ -168,13 +175,13 @@ def main() -> None:
     # The lead gets the signals of their terminal or service manager, and ends this process when it is done.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
-    commands, life = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
-    module, name = sys.argv[3].split(":")
+    commands, life, notes = (Connection(int(descriptor)) for descriptor in sys.argv[1:4])
+    module, name = sys.argv[4].split(":")
     threading.Thread(target=_answer, args=(life,), daemon=True).start()
     setup_logging("warning", "auto", "rank")
     code = 1
     try:
-        rank: FollowingRank = getattr(importlib.import_module(module), name)(commands)
+        rank: FollowingRank = getattr(importlib.import_module(module), name)(commands, notes)
         rank.join()
         rank.follow()
     except EOFError:

@@ -42,12 +42,12 @@ _NAMED_S = 1.0
 
 
 class _Follower:
-    """A follower's process, and this end of its two pipes: for commands, and for signs of life."""
+    """A follower's process, and this end of its pipes: for commands, for signs of life, and for its notes."""
 
     def __init__(self, rank: int, follower_class: str) -> None:
         self.rank = rank
-        own, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
-        self.commands, self.life = (Connection(end.detach()) for end in own)
+        own, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+        self.commands, self.life, self.notes = (Connection(end.detach()) for end in own)
         descriptors = [end.fileno() for end in theirs]
         self.process = subprocess.Popen(
             [
@@ -71,6 +71,9 @@ class LeadingRank(Ranks):
     Args:
         follower_class: `module:name` of the followers'.
         on_lost: called once, by any thread, when a rank is lost. It should end the process.
+
+    Attributes: on_note: called with a follower's rank and what it has noted (`FollowingRank.note`), in order,
+        on a thread of its own for each follower.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class LeadingRank(Ranks):
         ]
         super().__init__(joins[0])
         self._on_lost = on_lost
+        self.on_note: Callable[[int, Any], None] = lambda rank, note: None
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         self._closing = threading.Event()
@@ -104,10 +108,9 @@ class LeadingRank(Ranks):
         self._followers = [_Follower(rank, follower_class) for rank in range(1, num_ranks)]
         for follower, join in zip(self._followers, joins[1:], strict=True):
             follower.commands.send(join)
-            watch = threading.Thread(
-                target=self._watch, args=(follower,), name=f"kvferry-rank-{follower.rank}", daemon=True
-            )
-            watch.start()
+            for what in (self._watch, self._read_notes):
+                name = f"kvferry-rank-{follower.rank}{what.__name__}"
+                threading.Thread(target=what, args=(follower,), name=name, daemon=True).start()
 
     def join(self) -> None:
         """Join the group, once all followers have begun to.
@@ -227,6 +230,18 @@ class LeadingRank(Ranks):
                 code = follower.process.returncode
                 self._lose(f"rank {follower.rank} of {self.num_ranks} has ended with exit code {code}")
                 return
+
+    def _read_notes(self, follower: _Follower) -> None:
+        """Runs on a thread for each follower."""
+        while True:
+            try:
+                note = follower.notes.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                self.on_note(follower.rank, note)
+            except Exception:
+                _log.exception("a note of a rank was not taken", rank=follower.rank)
 
     def _lose(self, reason: str) -> WorkerUnavailable:
         """Returns: the worker's error: for this reason, unless it was lost before."""

@@ -31,6 +31,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.worker import ProcessTransport, RankTransport
 
 WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -59,7 +60,8 @@ class Pair:
     model: LanguageModel
     tokenizer: ChatTokenizer
     stack: AsyncExitStack
-    hub: InProcessHub = field(default_factory=InProcessHub)
+    hub: InProcessHub | ProcessTransport = field(default_factory=InProcessHub)
+    rank_transport: RankTransport | None = None
     prefill_metrics: PrefillMetrics = field(default_factory=PrefillMetrics)
     decode_metrics: DecodeMetrics = field(default_factory=DecodeMetrics)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -91,6 +93,7 @@ class Pair:
             server_factory=self.hub.server,
             sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
             sweep_interval_s=0.02,
+            rank_transport=self.rank_transport,
         )
         await self.decode.start()
         self.stack.push_async_callback(self.decode.close)

@@ -1,0 +1,207 @@
+"""Takes the blocks of a following rank's heads, straight from prefill.
+
+Place in the request's path: between the rank's block server and its part of the arena. The leading rank's
+receiver (`receiver.py`) takes its own heads' blocks and is told how this part went, so that it begins the
+sequence once all parts are there, and ends it with the first that fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvferry.services.decode.rank_messages import PartArrived, PartFailed
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter, check_transfer, measured_plan
+from kvferry.services.decode.sequence import PinnedRows
+from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
+from kvferry.shared.cache.delta import Positions
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.errors import KvferryError, LeaseExpired, TransferFailed
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.frames import encode_nack
+from kvferry.shared.wire.messages import (
+    MAX_PAYLOAD_BYTES,
+    BlockHeader,
+    EndRecord,
+    LayerHeader,
+    Manifest,
+    TransferKey,
+    part_key,
+)
+
+_EXPECT_TIMEOUT_S = 30.0
+"""How long a transfer waits for this rank to be told of it, which happens between two steps."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ExpectedPart:
+    """A rank's part of a reservation.
+
+    Attributes:
+        key: the reservation's.
+        resolved: the reservation's plan; room: new tokens for which there is room.
+        layout: of the rank's heads; of measured plans, once the manifest is there.
+        buffer: uint8, the range of the arena.
+        pinned: rows that the transfer may leave out.
+        caches: every layer, once it has arrived.
+        has_begun: whether a transfer has, which then has these `layer_rows`.
+    """
+
+    key: TransferKey
+    resolved: ResolvedPlan
+    room: int
+    returns_generated: bool
+    layout: SequenceLayout
+    buffer: Tensor
+    pinned: PinnedRows | None
+    caches: list[LayerCache] = field(default_factory=list)
+    has_begun: bool = False
+    layer_rows: tuple[int, ...] = ()
+
+
+class PartReceiver:
+    """Implements `BlockSink` for the block server's thread; the rank's own thread calls `expect` and
+    `forget`.
+
+    Args:
+        spec: of the rank's heads.
+        first_head: the number of the rank's first KV head.
+        note: tells the leading rank.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, first_head: int, device: torch.device, note: Callable[[object], None]
+    ) -> None:
+        self._spec = spec
+        self._first_head = first_head
+        self._note = note
+        self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
+        self._condition = threading.Condition()
+        self._expected: dict[TransferKey, ExpectedPart] = {}
+        self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter]] = {}
+        self._last_generation = 0
+
+    def expect(self, part: ExpectedPart) -> None:
+        """A reservation was made. Everything that the rank was told before has been done, so that nothing
+        else uses its range."""
+        with self._condition:
+            self._expected[part_key(part.key, self._first_head)] = part
+            self._last_generation = part.key.generation
+            self._condition.notify_all()
+
+    def forget(self, part: ExpectedPart) -> None:
+        """The reservation has ended: nothing is written to its range any more. Idempotent."""
+        key = part_key(part.key, self._first_head)
+        with self._condition:
+            self._expected.pop(key, None)
+            self._incoming.pop(key, None)
+
+    @torch.inference_mode()
+    def open(self, manifest: Manifest) -> None:
+        """See `BlockSink.open`."""
+        with self._condition:
+            part = self._awaited(manifest.key)
+            try:
+                if part.has_begun:
+                    message = f"transfer {manifest.key.transfer_id:#x} has begun before"
+                    raise LeaseExpired(message, reason="reservation_used")
+                part.has_begun = True
+                chain = part.pinned.chain if part.pinned is not None else None
+                check_transfer(manifest, part.resolved, chain, self._spec)
+                plan = measured_plan(manifest, part.resolved)
+                if plan is not part.resolved:
+                    part.layout = self._layout(plan, part)
+            except KvferryError as error:
+                self._fail(part, error)
+                raise
+            pinned = None
+            if manifest.retained_transfer_id and part.pinned is not None:
+                pinned = part.pinned.first(manifest.retained_depth, manifest.retained_tokens)
+            writer = CacheWriter(part.layout, part.buffer, self._copier, pinned=pinned)
+            self._incoming[manifest.key] = part, writer
+            part.layer_rows = manifest.layer_rows
+
+    @torch.inference_mode()
+    def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
+        """See `BlockSink.begin_layer`."""
+        self._run(key, lambda part, writer: writer.begin_layer(header))
+
+    @torch.inference_mode()
+    def write(self, header: BlockHeader, payload: memoryview) -> None:
+        """See `BlockSink.write`."""
+        self._run(header.key, lambda part, writer: writer.write(header, payload))
+
+    @torch.inference_mode()
+    def commit(self, end: EndRecord) -> None:
+        """See `BlockSink.commit`."""
+        self._run(end.key, self._finish)
+        with self._condition:
+            self._incoming.pop(end.key, None)
+
+    def abort(self, key: TransferKey, reason: str) -> None:
+        """See `BlockSink.abort`."""
+        with self._condition:
+            if (its := self._incoming.pop(key, None)) is not None:
+                message = f"the transfer of the prompt's KV failed: {reason}"
+                self._fail(its[0], TransferFailed(message, reason=reason))
+
+    def _finish(self, part: ExpectedPart, writer: CacheWriter) -> None:
+        part.caches = list(writer.finish())
+        positions: Sequence[Positions | None] = ()
+        if all(cache.format.is_plain for cache in part.caches):
+            positions = [cache.positions for cache in part.caches]
+        self._note(
+            PartArrived(
+                key=part.key,
+                layer_rows=part.layer_rows,
+                prompt_bytes=sum(cache.used_bytes(0) for cache in part.caches),
+                positions=tuple(positions),
+            )
+        )
+
+    def _run(self, key: TransferKey, what: Callable[[ExpectedPart, CacheWriter], None]) -> None:
+        """Raises: LeaseExpired: the reservation has ended."""
+        with self._condition:
+            its = self._incoming.get(key)
+            if its is None:
+                message = f"the reservation of transfer {key.transfer_id:#x} has ended"
+                raise LeaseExpired(message, reason="reservation_ended")
+            try:
+                what(*its)
+            except KvferryError as error:
+                self._incoming.pop(key)
+                self._fail(its[0], error)
+                raise
+
+    def _awaited(self, key: TransferKey) -> ExpectedPart:
+        """The part; waits if the rank may yet be told of it.
+
+        Raises: LeaseExpired: there is none. The caller has locked the condition.
+        """
+
+        def is_decided() -> bool:
+            return key in self._expected or key.generation <= self._last_generation
+
+        self._condition.wait_for(is_decided, _EXPECT_TIMEOUT_S)
+        if key not in self._expected:
+            raise LeaseExpired(
+                f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists in "
+                f"the rank of head {self._first_head}",
+                reason="unknown_transfer",
+            )
+        return self._expected[key]
+
+    def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
+        with_room = replace(plan, max_new_tokens=part.room)
+        return sequence_layout(
+            make_formats(self._spec, with_room, returns_generated=part.returns_generated)
+        )
+
+    def _fail(self, part: ExpectedPart, error: KvferryError) -> None:
+        self._note(PartFailed(key=part.key, nack=encode_nack(error)))
