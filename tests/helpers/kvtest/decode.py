@@ -13,6 +13,7 @@ import torch
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
+from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, plan_digest
@@ -188,9 +189,12 @@ class Shipper:
         self.sender = sender
 
     def open(self, request, ticket, **changes):
-        return self.sender.open(
-            ticket, manifest_for(self.model.spec, request, ticket, **changes), timeout_s=10
-        )
+        manifest = manifest_for(self.model.spec, request, ticket, **changes)
+        if ticket.part_endpoints:
+            plan = changes.get("measured") or resolve(self.model.spec, request)
+            formats = make_formats(self.model.spec, plan)
+            return PartedTransfer(self.sender, ticket, manifest, formats, timeout_s=10)
+        return self.sender.open(ticket, manifest, timeout_s=10)
 
     def send(self, transfer, cache, *, first=0, last=None):
         """Send layers from `first` on, up to but not including `last`."""
@@ -243,8 +247,8 @@ def make_request(
 class Harness:
     """A decode service and its prefill side in one process."""
 
-    def __init__(self, *, model=None, prefill_model=None, **config):
-        self.hub = InProcessHub()
+    def __init__(self, *, model=None, prefill_model=None, hub=None, rank_transport=None, **config):
+        self.hub = hub or InProcessHub()
         self.model = model or SmallModel()
         self.metrics = DecodeMetrics()
         self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
@@ -259,6 +263,7 @@ class Harness:
             server_factory=self.hub.server,
             sender=self.sender,
             sweep_interval_s=0.02,
+            rank_transport=rank_transport,
         )
 
     async def close(self):

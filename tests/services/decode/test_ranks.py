@@ -27,6 +27,7 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.errors import InvalidRequest, TransferFailed
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.model import load_parallel_model
+from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.evaluation.epsilon import save_table
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -62,9 +63,22 @@ def several():
     assert not lost
 
 
+@pytest.fixture(params=[False, True], ids=["through the first", "straight"])
+def straight(request):
+    """Whether each rank takes its heads' blocks itself, through a socket of its own."""
+    return request.param
+
+
 @contextlib.asynccontextmanager
-async def started(model, one, **config):
-    made = Harness(model=model, prefill_model=one, **({"arena_bytes": ARENA_BYTES} | config))
+async def started(model, one, *, straight=False, **config):
+    options = {}
+    if straight:
+        settings = DecodeConfig(tensor_parallel=2)
+        options = {
+            "hub": ProcessTransport(settings, None),
+            "rank_transport": RankTransport.of(settings, "decode"),
+        }
+    made = Harness(model=model, prefill_model=one, **({"arena_bytes": ARENA_BYTES} | options | config))
     serialise_prefill(made)
     await made.service.start()
     try:
@@ -89,7 +103,7 @@ async def answer(made, request):
 
 @pytest.mark.parametrize("arena_bytes", [ARENA_BYTES, 1_000_000], ids=["growth", "growth and preemption"])
 async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_one_rank(
-    one, several, monkeypatch, arena_bytes
+    one, several, straight, monkeypatch, arena_bytes
 ):
     monkeypatch.setattr(memory, "GROWTH_TOKENS", 3)
     requests = [
@@ -99,7 +113,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
     async with started(one, one) as made:
         expected = [await answer(made, request) for request in requests]
     options = {"arena_bytes": arena_bytes, "admission_wait_s": 120, "max_batch_size": 12}
-    async with started(several, one, **options) as made:
+    async with started(several, one, straight=straight, **options) as made:
         answers = await asyncio.gather(*(answer(made, request) for request in requests))
         assert (made.value("decode_preempted_total") > 0) == (arena_bytes == 1_000_000)
     num_same = 0
@@ -112,7 +126,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
     assert num_same > 0.8 * sum(len(of_one) for of_one, _ in expected), "more ties than chance explains"
 
 
-async def test_siblings_have_the_prompt_of_every_rank(one, several):
+async def test_siblings_have_the_prompt_of_every_rank(one, several, straight):
     first = dataclasses.replace(
         request_for(one, 0, prompt=range(5, 45), temperature=1.0, max_tokens=20), num_siblings=2
     )
@@ -124,7 +138,7 @@ async def test_siblings_have_the_prompt_of_every_rank(one, several):
     async with started(one, one) as made:
         expected = [await answer(made, alone(number)) for number in (1, 2)]
 
-    async with started(several, one) as made:
+    async with started(several, one, straight=straight) as made:
 
         async def shared(number):
             token = PromptCache(one, alone(number)).first_token
@@ -179,7 +193,7 @@ async def test_a_method_whose_heads_differ_in_rows_is_refused_by_name(one, sever
         assert "adakv" in (await made.service.status(timeout_s=1)).methods
 
 
-async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
+async def test_other_ranks_have_the_workers_own_tables(one, several, straight, tmp_path):
     save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.1, 0.01, 1e-5), values=(0.1, 0.02, 2e-5)))
     overrides = {"epsilon_table": "mine", "rebudget_tokens": 20, "window": 7}
     request = request_for(
@@ -190,14 +204,14 @@ async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
         several.prepare("decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path))
         async with started(one, one) as made:
             expected, _ = await answer(made, request)
-        async with started(several, one) as made:
+        async with started(several, one, straight=straight) as made:
             tokens, _ = await answer(made, request)
     finally:
         install_tables("")
     assert same_or_tied([its.token_id for its in tokens], expected) > 20
 
 
-async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(one, several):
+async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(one, several, straight):
     request = request_for(one, 0, prompt=[i * 39 % 50 for i in range(151)], method="rdkv", tokens=20)
     cache = PromptCache(one, request)
     fmt, inputs = cache.formats[1], cache._inputs[1]
@@ -213,7 +227,7 @@ async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_
     with torch.inference_mode():
         uneven = cache.layers[1] = fmt.joined([of_head(0, 2), of_head(1, 34)])
     assert fmt.prompt_bytes(uneven) < fmt.limit_bytes < 2 * fmt.prompt_bytes(fmt.parts(uneven, 2)[1])
-    async with started(several, one) as made:
+    async with started(several, one, straight=straight) as made:
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         transfer = made.shipper.open(request, ticket)
@@ -225,11 +239,11 @@ async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_
         assert (await answer(made, request))[1].num_tokens == 8
 
 
-async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several):
+async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several, straight):
     requests = [request_for(one, i, prompt=range(5, 45), max_tokens=60) for i in range(2)]
     async with started(one, one) as made:
         expected, _ = await answer(made, requests[0])
-    async with started(several, one) as made:
+    async with started(several, one, straight=straight) as made:
         stream = made.service.generate(requests[1], timeout_s=60)
         ticket = (await anext(stream)).ticket
         await asyncio.to_thread(made.shipper.ship, requests[1], ticket)
