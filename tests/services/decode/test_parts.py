@@ -1,0 +1,208 @@
+"""A prompt's transfer in parts: each rank of a decode worker takes its own heads' blocks, real gloo processes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+
+import pytest
+from kvtest.decode import Harness, PromptCache, make_request
+from kvtest.parallel import same_or_tied
+
+from kvferry.models import DEMO_MODEL
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, TransferAccepted
+from kvferry.shared.errors import Cancelled, LeaseExpired, TransferFailed
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel.model import load_parallel_model
+from kvferry.shared.wire.channel import Received
+from kvferry.shared.wire.messages import EndRecord, TransferKey
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
+from kvferry.shared.wire.zmq import ZmqListeningChannel
+from kvferry.shared.worker import ProcessTransport, RankTransport
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SETTINGS = DecodeConfig(tensor_parallel=2)
+KEY = TransferKey(transfer_id=0, generation=0)
+
+
+class CountedTransport(ProcessTransport):
+    """Counts what arrives at the first rank's block server, all frames."""
+
+    num_bytes = 0
+
+    def server(self, sink, *, on_late_block=None):
+        channel = SharedMemoryListeningChannel(ZmqListeningChannel("tcp://127.0.0.1:0"))
+        poll = channel.poll
+
+        def counted(timeout_s):
+            events = poll(timeout_s)
+            for event in events:
+                if isinstance(event, Received):
+                    self.num_bytes += sum(memoryview(frame).nbytes for frame in event.frames)
+            return events
+
+        channel.poll = counted
+        return BlockServer(channel, sink, on_late_block=on_late_block)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return load_model(DEMO_MODEL, name="m", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def several():
+    lost = []
+    model = load_parallel_model(
+        DEMO_MODEL,
+        name="m",
+        num_ranks=2,
+        on_lost=lost.append,
+        device="cpu",
+        num_threads=2,
+        follower_class=DECODE_RANK,
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+    assert not lost
+
+
+@contextlib.asynccontextmanager
+async def started(model, one, hub=None, **config):
+    options = {} if hub is None else {"hub": hub, "rank_transport": RankTransport.of(SETTINGS, "decode")}
+    made = Harness(model=model, prefill_model=one, **({"arena_bytes": 1 << 24} | options | config))
+    await made.service.start()
+    try:
+        yield made
+        assert await made.arena_is_free()
+    finally:
+        await made.close()
+
+
+def request_for(model, number=0, **kwargs):
+    settings = {"prompt": [i * 7 % 50 for i in range(150)], "logprobs": 2} | kwargs
+    return make_request(request_id=str(number), model_fingerprint=model.spec.fingerprint, **settings)
+
+
+def end(cache, part):
+    return EndRecord(
+        key=KEY, num_blocks=0, payload_bytes=0, first_token=cache.first_token if part == 0 else None
+    )
+
+
+async def rest(stream):
+    return [event async for event in stream]
+
+
+def tokens_of(cache, events):
+    its = (event.token for event in events if isinstance(event, TokenGenerated))
+    return [cache.first_token, *its]
+
+
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
+async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_rank_does(
+    one, several, method
+):
+    request = request_for(one, method=method, tokens=None if method == "full" else 30)
+    async with started(one, one) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        cache = PromptCache(one, request)
+        whole = made.shipper.open(request, ticket, measured=cache.measured)
+        await asyncio.to_thread(made.shipper.send, whole, cache)
+        whole.finish(end(cache, 0))
+        expected = tokens_of(cache, await rest(stream))
+    hub = CountedTransport(SETTINGS, None)
+    async with started(several, one, hub) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        transfer = made.shipper.open(request, ticket, measured=cache.measured)
+        await asyncio.to_thread(made.shipper.send, transfer, cache)
+        transfer.finish(end(cache, 0))
+        await asyncio.to_thread(transfer.wait, 20)
+        own, other = (its.bytes_by_kind for its in transfer._parts)
+        assert hub.num_bytes == sum(own.values())
+        tokens = tokens_of(cache, await rest(stream))
+    sent = {kind: own[kind] + other[kind] for kind in own if kind != "manifest"}
+    assert sent == {kind: size for kind, size in whole.bytes_by_kind.items() if kind != "manifest"}
+    if method == "full":
+        assert sent["rows"] == one.spec.full_bytes(150)
+        assert own["rows"] == other["rows"]
+    assert same_or_tied([its.token_id for its in tokens], expected) > 0
+
+
+@pytest.mark.parametrize("last", [0, 1])
+async def test_a_sequence_begins_when_every_part_is_there(one, several, last):
+    request = request_for(one)
+    cache = PromptCache(one, request)
+    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        transfer = made.shipper.open(request, (await anext(stream)).ticket)
+        await asyncio.to_thread(made.shipper.send, transfer, cache)
+        transfer._parts[1 - last].finish(end(cache, 1 - last))
+        await asyncio.to_thread(transfer._parts[1 - last].wait, 20)
+        accepted = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.3)
+        assert not accepted.done()
+        transfer._parts[last].finish(end(cache, last))
+        assert isinstance(await accepted, TransferAccepted)
+        assert isinstance((await rest(stream))[-1], GenerationFinished)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+async def test_a_part_that_fails_ends_the_request_and_the_other_part_at_once(one, several, part):
+    request = request_for(one)
+    cache = PromptCache(one, request)
+    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        transfer = made.shipper.open(request, (await anext(stream)).ticket)
+        await asyncio.to_thread(made.shipper.send, transfer, cache, last=2)
+        while not transfer._parts[part]._is_accepted:
+            await asyncio.sleep(0.01)
+        begin_s = time.monotonic()
+        transfer._parts[part].abort("queue_full")
+        with pytest.raises(TransferFailed, match="the transfer of the prompt's KV failed: aborted"):
+            await rest(stream)
+        with pytest.raises((TransferFailed, Cancelled)):
+            await asyncio.to_thread(made.shipper.send, transfer, cache, first=2)
+            transfer.finish(end(cache, 0))
+            await asyncio.to_thread(transfer.wait, 20)
+        assert time.monotonic() - begin_s < 5
+        assert await made.arena_is_free()
+
+
+async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_in_every_rank(one, several):
+    cancelled, request = request_for(one, 0, prompt=range(3, 49)), request_for(one, 1)
+    caches = [PromptCache(one, its) for its in (cancelled, request)]
+    async with started(one, one) as made:
+        first, events = await made.run(request)
+        expected = tokens_of(caches[1], events)
+        size_bytes = made.service.arena.size_bytes
+    assert size_bytes == 1 << 24
+    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+        stream = made.service.generate(cancelled, timeout_s=60)
+        old_ticket = (await anext(stream)).ticket
+        transfer = made.shipper.open(cancelled, old_ticket)
+        await asyncio.to_thread(made.shipper.send, transfer, caches[0], last=2)
+        await stream.aclose()
+        assert await made.arena_is_free()
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        whole = made.shipper.open(request, ticket)
+        for layer in range(4):  # blocks of both at once
+            await asyncio.to_thread(made.shipper.send, whole, caches[1], first=layer, last=layer + 1)
+            with contextlib.suppress(TransferFailed):
+                await asyncio.to_thread(made.shipper.send, transfer, caches[0], first=2 + layer // 2, last=3)
+        whole.finish(end(caches[1], 0))
+        tokens = tokens_of(caches[1], await rest(stream))
+        begin_s = time.monotonic()
+        late = made.shipper.open(dataclasses.replace(cancelled, request_id="late"), old_ticket)
+        with pytest.raises(LeaseExpired):
+            late.wait(20)
+        assert time.monotonic() - begin_s < 3
+    assert same_or_tied([its.token_id for its in tokens], expected) > 0
