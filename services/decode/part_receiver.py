@@ -199,9 +199,7 @@ class PartReceiver:
 
     def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
         with_room = replace(plan, max_new_tokens=part.room)
-        return sequence_layout(
-            make_formats(self._spec, with_room, returns_generated=part.returns_generated)
-        )
+        return sequence_layout(make_formats(self._spec, with_room, returns_generated=part.returns_generated))
 
     def _fail(self, part: ExpectedPart, error: KvferryError) -> None:
         self._note(PartFailed(key=part.key, nack=encode_nack(error)))

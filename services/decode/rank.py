@@ -47,8 +47,8 @@ from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RetainedRows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.parallel.follower import FollowingRank
 from kvferry.shared.wire.receiver import BlockServer
 

@@ -1,4 +1,4 @@
-"""A prompt's transfer in parts: one to each rank of a decode worker, with the blocks of the rank's KV heads."""
+"""A prompt's transfer in parts: one to each rank of a decode worker, with the blocks of its KV heads."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ async def test_other_ranks_have_the_workers_own_tables(one, several, straight, t
     assert same_or_tied([its.token_id for its in tokens], expected) > 20
 
 
-async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(one, several, straight):
+async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(
+    one, several, straight
+):
     request = request_for(one, 0, prompt=[i * 39 % 50 for i in range(151)], method="rdkv", tokens=20)
     cache = PromptCache(one, request)
     fmt, inputs = cache.formats[1], cache._inputs[1]

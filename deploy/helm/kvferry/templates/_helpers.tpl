@@ -23,6 +23,13 @@ app.kubernetes.io/component: {{ .role }}
 {{- else }}{{ dict "control" 9002 "blocks" 9102 "metrics" 9202 | toJson }}{{ end }}
 {{- end }}
 
+{{/* Where a worker takes blocks; each rank of decode has a port of its own. */}}
+{{- define "kvferry.blockPorts" -}}
+{{- $first := get (fromJson (include "kvferry.ports" .role)) "blocks" | int }}
+{{- $ranks := get (get .root.Values .role).settings "KVFERRY_TENSOR_PARALLEL" | default 1 | int }}
+{{- ternary (dict "port" $first) (dict "port" $first "endPort" (add $first $ranks -1 | int)) (eq $ranks 1) | toJson }}
+{{- end }}
+
 {{- define "kvferry.keysSecret" -}}
 {{ .Values.apiKeys.existingSecret | default (printf "%s-keys" .Release.Name) }}
 {{- end }}
