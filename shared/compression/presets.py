@@ -61,7 +61,6 @@ _RDKV: dict[str, ParamValue] = {
     "window": _WINDOW,
     "kernel_size": _KERNEL_SIZE,
     "channel_weights": "norms",
-    "token_weights": "attention",
     "widths": "0,2,4,8,16",
     # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of 256 tokens at a tenth of
     # their bits; shorter completions are not packed
@@ -134,13 +133,13 @@ PRESETS: Mapping[str, CompressionPlan] = {
         CompressionPlan(
             method="compactor-rdkv",
             scorer=_LEVERAGE,
-            representation=Part(name="rdkv", params={**_RDKV, "token_weights": "scores"}),
+            representation=Part(name="rdkv", params=_RDKV),
             budget=Budget(retention=0.025),
         ),
         CompressionPlan(
             method="rdkv-union",
             scorer=_LEVERAGE,
-            representation=Part(name="rdkv", params={**_RDKV, "token_weights": "both"}),
+            representation=Part(name="rdkv", params={**_RDKV, "with_attention": True}),
             budget=_READ,
         ),
         CompressionPlan(

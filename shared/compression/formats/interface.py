@@ -27,7 +27,14 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec, gather_rows
-from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, Part, read_params
+from kvferry.shared.compression.plan import (
+    Allowed,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    read_params,
+)
 from kvferry.shared.errors import InvalidRequest
 
 Tensors = Mapping[str, Tensor]
@@ -195,6 +202,7 @@ class LayerFormat(ABC):
         finite: the tensors whose every number must be finite when they arrive.
         is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
         allowed: the parameters of the part that names the format; see `read_params`.
+        defaults: of the parameters that plans may lack, as those of an earlier release's router do.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.
@@ -210,6 +218,7 @@ class LayerFormat(ABC):
     finite: ClassVar[tuple[str, ...]] = ("keys", "values")
     is_plain: ClassVar[bool] = False
     allowed: ClassVar[Allowed] = {}
+    defaults: ClassVar[Mapping[str, ParamValue]] = {}
     attentions: ClassVar[tuple[str, ...] | None] = None
     allocations: ClassVar[tuple[str, ...] | None] = None
     takes_any_softmax: ClassVar[bool] = False
@@ -225,7 +234,7 @@ class LayerFormat(ABC):
     @classmethod
     def params(cls, part: Part) -> dict[str, Any]:
         """The parameters of a part that names the format. Raises: InvalidRequest: they are not `allowed`."""
-        return read_params(f"format {part.name!r}", part.params, cls.allowed)
+        return read_params(f"format {part.name!r}", {**cls.defaults, **part.params}, cls.allowed)
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:

@@ -5,7 +5,8 @@ New tokens stay rows, or are packed in segments as the prompt was (`packed_layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
 from kvferry.shared.compression.rdkv.compress import (
+    RDKV_DEFAULTS,
     RDKV_PARAMS,
     RdkvSettings,
     Rebudgeting,
@@ -39,31 +41,35 @@ _TOKENS_OF_4_BITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rdkv(PackedFormat):
-    """A packed prompt whose widths follow from weights of tokens and channels; see `rdkv/`."""
+    """A packed prompt whose widths follow from weights of tokens and channels; see `rdkv/`.
+
+    Attributes:
+        is_scored: whether a scorer's scores weigh the tokens; without, the prompt's last queries alone do.
+    """
 
     name: ClassVar[str] = "rdkv"
     allowed: ClassVar[Allowed] = RDKV_PARAMS
+    defaults: ClassVar[Mapping[str, ParamValue]] = RDKV_DEFAULTS
     allocations: ClassVar[tuple[str, ...] | None] = ("uniform",)
     settings: RdkvSettings
+    is_scored: bool = False
 
     @classmethod
     def check(cls, plan: CompressionPlan) -> None:
         super().check(plan)
         part = plan.representation
-        weights = rdkv_settings(part, budget_tokens=1).token_weights
+        settings = rdkv_settings(part, budget_tokens=1)
         if plan.scorer is not None and plan.scorer.name not in STANDARDISED:
             raise InvalidRequest(
                 f"format 'rdkv' does not go with scorer {plan.scorer.name!r}; it takes "
                 f"{' or '.join(map(repr, STANDARDISED))}, whose scores are standardised, or none",
                 param="kv_compression",
             )
-        if (plan.scorer is None) != (weights == "attention"):
-            scorer = "no scorer" if plan.scorer is None else f"scorer {plan.scorer.name!r}"
-            allowed = "'attention'" if plan.scorer is None else "'scores' or 'both'"
+        if settings.with_attention and plan.scorer is None:
             raise InvalidRequest(
-                f"token_weights of format 'rdkv' is {weights!r}; it must be {allowed}, as method "
-                f"{plan.method!r} has {scorer}",
-                param="kv_compression.token_weights",
+                f"with_attention of format 'rdkv' is True; it must be False for method {plan.method!r}: it "
+                "has no scorer, so attention alone weighs its tokens",
+                param="kv_compression.with_attention",
             )
         if plan.attention.name != "dense" and part.params["rebudget_tokens"]:
             raise InvalidRequest(
@@ -121,7 +127,7 @@ class Rdkv(PackedFormat):
                 segment_tokens=segment,
                 max_segments=_num_segments(segment, shape.max_new_tokens),
                 limit_bytes=_limit_bytes(shape, segment, share),
-                settings=replace(settings(share), token_weights="attention"),
+                settings=settings(share),
             )
         return cls(
             shape=shape,
@@ -129,11 +135,12 @@ class Rdkv(PackedFormat):
             attention=make_attention(layer.attention),
             settings=settings(sizes["budget_tokens"]),
             rebudgeting=rebudgeting,
+            is_scored=plan.scorer is not None,
         )
 
     @property
     def takes_scores(self) -> bool:
-        return self.settings.token_weights != "attention"
+        return self.is_scored
 
     @property
     def observed_queries(self) -> int:

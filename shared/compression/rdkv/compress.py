@@ -5,6 +5,7 @@ Called by prefill between two layers of a prompt: full K and V in, packed bytes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,12 +15,11 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Allowed, Between, Part, read_params
+from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, read_params
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table
 from kvferry.shared.compression.rdkv.weights import (
     ChannelWeights,
-    TokenWeights,
     channel_weights,
     joint_weights,
     score_weights,
@@ -32,10 +32,12 @@ RDKV_PARAMS: Allowed = {
     "window": Between(1, 1024),
     "kernel_size": Between(1, 255, odd=True),
     "channel_weights": get_args(ChannelWeights),
-    "token_weights": get_args(TokenWeights),
     "widths": str,
     "rebudget_tokens": Between(0, 1 << 20),
+    "with_attention": bool,
 }
+RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False}
+"""Of parameters that plans may lack: routers of earlier releases do not know them, nor do their workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class RdkvSettings:
         window: how many of the prompt's last queries the weights use.
         kernel_size: kernel of the average pooling of token weights.
         channel_weights: the formula of the channel weights, see `weights.channel_weights`.
-        token_weights: what weighs a prompt's tokens: the attention of its last queries (as in the paper), a
-            scorer's scores (`weights.score_weights`), or both (`weights.joint_weights`).
+        with_attention: where a scorer's scores weigh the tokens, whether the window's attention does, too
+            (`weights.joint_weights`). Without scores it alone does, as in the paper.
         widths: the widths that tokens and channels may have.
     """
 
@@ -58,7 +60,7 @@ class RdkvSettings:
     window: int = 32
     kernel_size: int = 5
     channel_weights: ChannelWeights = "norms"
-    token_weights: TokenWeights = "attention"
+    with_attention: bool = False
     widths: tuple[int, ...] = WIDTHS
 
 
@@ -93,18 +95,17 @@ def allocate_layer(
 ) -> LayerAllocation:
     """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
-    Args: scores: float32 `[H_kv, T]`, standardised, unless only attention weighs tokens.
+    Args: scores: float32 `[H_kv, T]`, standardised, that weigh the tokens in place of the window's attention
+        or with it; None: it alone does.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
-    if settings.token_weights == "scores":
-        assert scores is not None, "token_weights is 'scores'"
+    if scores is not None and not settings.with_attention:
         weights = score_weights(scores)
     else:
         weights = token_weights(
             queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
         )
-        if settings.token_weights == "both":
-            assert scores is not None, "token_weights is 'both'"
+        if scores is not None:
             weights = joint_weights(weights, scores)
     return allocate(
         weights,
@@ -147,14 +148,14 @@ def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> R
     Args: fingerprint: of the served model, as in `find_table`.
     Raises: InvalidRequest: a parameter is unknown, missing or out of range.
     """
-    params = read_params("format 'rdkv'", part.params, RDKV_PARAMS)
+    params = read_params("format 'rdkv'", {**RDKV_DEFAULTS, **part.params}, RDKV_PARAMS)
     return RdkvSettings(
         budget_tokens=budget_tokens,
         table=find_table(params["epsilon_table"], fingerprint=fingerprint),
         window=params["window"],
         kernel_size=params["kernel_size"],
         channel_weights=params["channel_weights"],
-        token_weights=params["token_weights"],
+        with_attention=params["with_attention"],
         widths=_widths(params["widths"]),
     )
 

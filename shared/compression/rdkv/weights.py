@@ -17,7 +17,6 @@ from torch import Tensor
 from kvferry.kernels.column_sums import window_scores
 
 ChannelWeights = Literal["norms", "mean_squares"]
-TokenWeights = Literal["attention", "scores", "both"]
 _PER_DEVIATION = 0.125
 """So little that nearly all bits go to many tokens of few bits. With 1, few tokens take most bits, and on the
 demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %

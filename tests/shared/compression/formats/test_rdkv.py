@@ -341,19 +341,13 @@ def test_other_scorers_are_refused() -> None:
         resolve_plan(plan, num_prompt_tokens=90, max_new_tokens=5, num_layers=2, head_dim=8)
 
 
-@pytest.mark.parametrize(
-    ("method", "weights", "allowed"),
-    [
-        ("rdkv", "scores", "must be 'attention', as method 'rdkv' has no scorer"),
-        ("rdkv", "both", "must be 'attention', as method 'rdkv' has no scorer"),
-        (
-            "rdkv-union",
-            "attention",
-            "must be 'scores' or 'both', as method 'rdkv-union' has scorer 'compactor'",
-        ),
-    ],
-)
-def test_weights_of_tokens_go_with_the_scorer(method: str, weights: str, allowed: str) -> None:
-    plan = plan_for(method, budget=Budget(tokens=9), overrides={"token_weights": weights})
-    with pytest.raises(InvalidRequest, match=f"token_weights of format 'rdkv' is '{weights}'; it {allowed}"):
+def test_attention_beside_scores_needs_a_scorer() -> None:
+    part = Part(name="rdkv", params={**plan_for("rdkv").representation.params, "with_attention": True})
+    plan = dataclasses.replace(plan_for("rdkv", budget=Budget(tokens=9)), representation=part)
+    with pytest.raises(InvalidRequest, match="with_attention of format 'rdkv' is True; it must be False"):
         resolve_plan(plan, num_prompt_tokens=90, max_new_tokens=5, num_layers=2, head_dim=8)
+
+
+@pytest.mark.parametrize("method", ["rdkv", "rdkv-hsa", "compactor-rdkv"])
+def test_plans_have_no_parameter_that_workers_of_the_release_before_refuse(method: str) -> None:
+    assert "with_attention" not in plan_for(method).representation.params
