@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,19 +25,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvferry.kernels.packed.layout import packed_bound
-from kvferry.kernels.packed.packing import Packing, begin_packing
+from kvferry.kernels.packed.packing import Packing
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.rdkv.allocation import allocate
+from kvferry.shared.compression.rdkv.compress import begin_allocated
 from kvferry.shared.compression.rdkv.weights import channel_weights, token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
@@ -63,16 +63,7 @@ class Knowing(Rdkv):
             table=settings.table,
             widths=settings.widths,
         )
-        num_kv_heads, num_tokens, head_dim = inputs.keys.shape
-        bound = packed_bound(
-            num_tokens=num_tokens,
-            budget_tokens=settings.budget_tokens,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )
-        return begin_packing(
-            inputs.keys, inputs.values, bits.keys, bits.values, usable=bits.usable, bound=bound
-        )
+        return begin_allocated(settings, inputs, bits)
 
 
 def answer_weights(model: LanguageModel, whole: CapturedPrompt, num_prompt: int) -> dict[int, Tensor]:
@@ -182,19 +173,12 @@ def main() -> int:
             cells.append({"task": task, "weighed_by": weighed_by, "share": share, "exact": exact})
             sys.stdout.write(f"{task:14} {weighed_by:15} {share:6.1%}  exact {exact:6.1%}\n")
     if arguments.output:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        ).stdout.strip()
         result = {
             "command": (
                 f"python benchmarks/answer_queries.py --examples {arguments.examples} "
                 f"--tokens {arguments.tokens}"
             ),
-            "commit": commit,
+            "commit": commit(),
             "examples": arguments.examples,
             "torch": torch.__version__,
             "cells": cells,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kvtest.families import FAMILIES
 from kvtest.pair import Pair, Turn
-from kvtest.parallel import same_or_tied
+from kvtest.parallel import in_ranks, same_or_tied
 from kvtest.prefill import ControlledModel
 from kvtest.tiny_models import make_config, save_model
 from kvtest.transformers_model import plan_of, prompt_of
@@ -20,12 +20,10 @@ from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.worker import ProcessTransport, RankTransport
@@ -48,21 +46,8 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tu
         folder = save_model(config, tmp_path_factory.mktemp("four-kv-heads"))
     elif request.param == "sinks":
         folder = FAMILIES["granite_swa"].save(tmp_path_factory.mktemp("sinks"))
-    lost: list[Exception] = []
-    several = load_parallel_model(
-        folder,
-        name="m",
-        num_ranks=4 if request.param == 4 else 2,
-        on_lost=lost.append,
-        device="cpu",
-        num_threads=4,
-        follower_class=DECODE_RANK,
-    )
-    try:
+    with in_ranks(folder, 4 if request.param == 4 else 2) as several:
         yield load_model(folder, name="m", device="cpu"), several
-    finally:
-        several.close()
-    assert not lost
 
 
 async def turns_of(

@@ -131,7 +131,11 @@ def begin_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs, scores: Tensor
     Raises: ValueError: weights are not finite, or K or V of a retained token, in float16 if they are stored
         at 16 bits. In Triton, `finish` of the result raises it.
     """
-    bits = allocate_layer(settings, inputs, scores)
+    return begin_allocated(settings, inputs, allocate_layer(settings, inputs, scores))
+
+
+def begin_allocated(settings: RdkvSettings, inputs: LayerInputs, bits: LayerAllocation) -> Packing:
+    """As `begin_layer_rdkv`, with widths that are given."""
     num_kv_heads, num_tokens, head_dim = inputs.keys.shape
     bound = packed_bound(
         num_tokens=num_tokens,

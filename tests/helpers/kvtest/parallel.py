@@ -1,14 +1,38 @@
-"""Tokens of several ranks beside those of one: equal, or different at a tie within rounding."""
+"""A model in several ranks, and its tokens beside those of one: equal, or different at a tie in rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.sampling.params import SampledToken
 
 TIE = 1e-3
 """Two tokens whose log probabilities differ by less are a tie: float32 sums of a few hundred terms, in
 another order, through some layers."""
+
+
+@contextmanager
+def in_ranks(folder: Path, num_ranks: int) -> Iterator[ParallelModel]:
+    """A model in so many ranks of decode, one thread each; no rank may be lost meanwhile."""
+    lost: list[Exception] = []
+    model = load_parallel_model(
+        folder,
+        name="m",
+        num_ranks=num_ranks,
+        on_lost=lost.append,
+        device="cpu",
+        num_threads=num_ranks,
+        follower_class=DECODE_RANK,
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+    assert not lost
 
 
 def same_or_tied(tokens: Sequence[int], expected: Sequence[SampledToken]) -> int:

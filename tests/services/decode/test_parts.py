@@ -7,15 +7,13 @@ import time
 
 import pytest
 from kvtest.decode import Harness, PromptCache, make_request
-from kvtest.parallel import same_or_tied
+from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, TransferAccepted
 from kvferry.shared.errors import Cancelled, LeaseExpired, TransferFailed
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.wire.channel import Received
 from kvferry.shared.wire.messages import EndRecord, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
@@ -55,21 +53,8 @@ def one():
 
 @pytest.fixture(scope="module")
 def several():
-    lost = []
-    model = load_parallel_model(
-        DEMO_MODEL,
-        name="m",
-        num_ranks=2,
-        on_lost=lost.append,
-        device="cpu",
-        num_threads=2,
-        follower_class=DECODE_RANK,
-    )
-    try:
+    with in_ranks(DEMO_MODEL, 2) as model:
         yield model
-    finally:
-        model.close()
-    assert not lost
 
 
 @contextlib.asynccontextmanager

@@ -10,12 +10,11 @@ import dataclasses
 import pytest
 import torch
 from kvtest.decode import MIXED, Harness, PromptCache, make_request, serialise_prefill
-from kvtest.parallel import same_or_tied
+from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode import memory
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
 from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
 from kvferry.shared.control.messages import (
@@ -26,7 +25,6 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.errors import InvalidRequest, TransferFailed
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.model import load_parallel_model
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.evaluation.epsilon import save_table
 
@@ -46,21 +44,8 @@ def one():
 
 @pytest.fixture(scope="module")
 def several():
-    lost = []
-    model = load_parallel_model(
-        DEMO_MODEL,
-        name="m",
-        num_ranks=2,
-        on_lost=lost.append,
-        device="cpu",
-        num_threads=2,
-        follower_class=DECODE_RANK,
-    )
-    try:
+    with in_ranks(DEMO_MODEL, 2) as model:
         yield model
-    finally:
-        model.close()
-    assert not lost
 
 
 @pytest.fixture(params=[False, True], ids=["through the first", "straight"])
