@@ -18,11 +18,12 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.compress import WaitingLayer, measure_layer
+from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt, compress_waiting, in_layer_order
 from kvferry.shared.model.interface import LanguageModel
@@ -66,12 +67,14 @@ class CapturedPrompt:
         layers: queries of the new tokens, K and V of all tokens; one entry per layer that attends.
         states: after the last token, by layer.
         logits: float32 `[V]` after the last token; None for a prefix.
+        drafts: the layers with a draft, by its most tokens, as far as they have been asked for.
     """
 
     token_ids: tuple[int, ...]
     layers: tuple[LayerInputs, ...]
     logits: Tensor | None
     states: States = field(default_factory=dict)
+    drafts: dict[int, tuple[LayerInputs, ...]] = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
         """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
@@ -148,6 +151,8 @@ class _Prefill:
         self._resolved = resolved
         self._history = history
         self._formats = make_formats(model.spec, resolved)
+        self._num_draft = num_draft_tokens(resolved)
+        self._drafting: list[LayerInputs] = []
         self._waiting: list[WaitingLayer] = []
         self._compressed: dict[int, Tensors] = {}
         self.full: dict[int, LayerKV] = {}
@@ -158,13 +163,23 @@ class _Prefill:
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
         inputs = _layer_inputs(self._model, layer, queries, *full, scaling)
-        if is_measured(self._resolved):
+        if self._num_draft:
+            self._drafting.append(replace(inputs, queries=queries.clone()))
+        elif is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
             self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
 
-    def finish(self, states: States) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-        """After the last layer: the plan with each layer's own rows, and each layer's tensors."""
+    def finish(self, states: States, logits: Tensor) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+        """After the last layer: the plan with each layer's own rows, and each layer's tensors.
+
+        Args: states, logits: after the prompt.
+        """
+        if self._drafting:
+            layers = add_draft(
+                self._model, self._drafting, logits=logits, num_draft=self._num_draft, states=states
+            )
+            return compress_prompt(self._model.spec, self._resolved, layers, states)
         if self._waiting:
             return compress_waiting(self._model.spec, self._resolved, self._waiting, states)
         return self._resolved, in_layer_order(self._model.spec, self._compressed, states)
@@ -291,7 +306,7 @@ class OneProcessGenerator:
             matcher=matcher,
         )
         tokens = [sampler.sample(logits)]
-        decode = OracleDecode(spec, *prefill.finish(states.after))
+        decode = OracleDecode(spec, *prefill.finish(states.after, logits))
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
@@ -358,8 +373,24 @@ class OneProcessGenerator:
             head_dim=spec.head_dim,
             layers=spec.layers,
         )
-        measured, compressed = compress_prompt(spec, resolved, captured.layers, captured.states)
+        layers = self._drafted(captured, num_draft_tokens(resolved))
+        measured, compressed = compress_prompt(spec, resolved, layers, captured.states)
         return Continuation(self._model, measured, compressed)
+
+    def _drafted(self, captured: CapturedPrompt, num_draft: int) -> tuple[LayerInputs, ...]:
+        """The layers with a draft of so many tokens; drafted once."""
+        if not num_draft:
+            return captured.layers
+        if num_draft not in captured.drafts:
+            logits = captured.logits
+            if logits is None:
+                logits = self.capture(list(captured.token_ids), earlier=captured).logits
+                assert logits is not None
+            layers = add_draft(
+                self._model, captured.layers, logits=logits, num_draft=num_draft, states=captured.states
+            )
+            captured.drafts[num_draft] = tuple(layers)
+        return captured.drafts[num_draft]
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

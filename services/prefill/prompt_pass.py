@@ -2,8 +2,8 @@
 
 Place in the request's path: called by the model on the engine thread, layer by layer, while the layer
 before is shipped and staged on another one (`host_copies.py`). After `layer_done` returns, a pass
-references only the tensors of one layer that are being handed over. If the plan measures its layer budgets,
-K and V of all layers wait on the host until the end.
+references only the tensors of one layer that are being handed over. If the plan measures its layer budgets
+or drafts, K and V of all layers wait on the host until the end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
+from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import compresses_heads_apart, encode_layer, make_formats
 from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
@@ -55,6 +56,7 @@ class PromptPass:
 
         open ──► layer_done: compress, ship ──► store: ship the state ──► ...
         layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
+        layer_done: wait ──► ... ──► draft, open ──► compress, ship each  (a draft)
         open ──► layer_compressed: join, ship ──► ...    (several ranks, each has compressed its heads)
 
     Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
@@ -108,8 +110,10 @@ class PromptPass:
         self._heartbeat = heartbeat
         self._clock = clock
         self._pool_clock = pool_clock
-        self._measured = is_measured(job.resolved)
+        self._num_draft = num_draft_tokens(job.resolved)
+        self._waits = is_measured(job.resolved) or self._num_draft > 0
         self._waiting: dict[int, WaitingLayer] = {}
+        self._states: dict[int, Tensors] = {}
         self._complete: dict[int, Encoded] = {}
         self._handing = HandOver(pool, heartbeat)
         self._handed = PassTimes()
@@ -125,7 +129,7 @@ class PromptPass:
         Raises: Cancelled, TransferFailed; HistoryMiss: layers of a method that is not exact were shipped,
             with the rows and the selection of the lost history.
         """
-        if not self._measured:
+        if not self._waits:
             # Before the pass, to detect a refusal early; measured sizes are unknown yet.
             self._job.transfer = self._open_transfer(self._job.resolved)
             self._job.check_cancelled()
@@ -138,8 +142,8 @@ class PromptPass:
                     raise
                 on_miss(miss)
                 logits = self._forward()
-            if self._measured:
-                self._ship_waiting()
+            if self._waits:
+                self._ship_waiting(logits)
             self._handing.settle()
         self.times.pack_s += self._handed.pack_s
         self.times.history_store_s += self._handed.history_store_s
@@ -211,8 +215,8 @@ class PromptPass:
                 scaling=scaling,
                 unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
             )
-            if self._measured:
-                self._measure(inputs)
+            if self._waits:
+                self._wait(inputs)
             else:
                 self._ship(self._job.resolved, self._job.formats, inputs)
         self._end_layer(layer, (keys[:, self._start :], values[:, self._start :]))
@@ -221,7 +225,9 @@ class PromptPass:
     def division(self) -> Division | None:
         """See `DividingObserver.division`."""
         job = self._job
-        if self._model.num_ranks == 1 or not compresses_heads_apart(job.resolved, job.formats):
+        if self._model.num_ranks == 1 or self._num_draft:
+            return None
+        if not compresses_heads_apart(job.resolved, job.formats):
             return None
         return Division(plan=job.resolved, with_rows=job.turn is not None)
 
@@ -275,6 +281,8 @@ class PromptPass:
         self._job.check_cancelled()
         self._pauses.allowed = False
         tensors = {name: its[0].contiguous() for name, its in state.items()}
+        if self._num_draft:
+            self._states[layer] = tensors
         if layer >= self._shipped_layers:
             encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
             self._ship_complete(self._job.formats, layer, encoded)
@@ -284,11 +292,14 @@ class PromptPass:
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
 
-    def _ship_waiting(self) -> None:
-        """After the pass: compress the measured layers and ship them."""
+    def _ship_waiting(self, logits: Tensor) -> None:
+        """After the pass: compress the layers that wait and ship them. Args: logits: of the last token."""
         job = self._job
         waiting = [self._waiting.pop(layer) for layer in sorted(self._waiting)]
-        measured = allocate_waiting(job.resolved, waiting)
+        if self._num_draft:
+            waiting, measured = self._drafted(waiting, logits), job.resolved
+        else:
+            measured = allocate_waiting(job.resolved, waiting)
         job.check_cancelled()
         job.transfer = self._open_transfer(measured)
         formats = make_formats(self._model.spec, measured)
@@ -301,12 +312,40 @@ class PromptPass:
             self._handing.put()
             self._progress(inputs.layer)
 
-    def _measure(self, inputs: LayerInputs) -> None:
-        """Measure a layer whose number of rows depends on the other layers; its K and V wait on the host."""
+    def _drafted(self, waiting: list[WaitingLayer], logits: Tensor) -> list[WaitingLayer]:
+        """The layers with a draft of the answer."""
         begin_s = self._clock()
-        self._pauses.allowed = True
-        waiting = measure_layer(self._job.resolved, inputs)
+
+        def before_token() -> None:
+            self._pauses.allowed = False
+            self._job.check_cancelled()
+            self._pauses.allowed = self._pauses_in_model
+
+        layers = add_draft(
+            self._model,
+            [its.inputs for its in waiting],
+            logits=logits,
+            num_draft=self._num_draft,
+            states=self._states,
+            before_token=before_token,
+        )
         self._pauses.allowed = False
+        self._states.clear()
+        self.times.compress_s += self._clock() - begin_s
+        return [replace(its, inputs=inputs) for its, inputs in zip(waiting, layers, strict=True)]
+
+    def _wait(self, inputs: LayerInputs) -> None:
+        """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host.
+        Measure it if its number of rows depends on the other layers."""
+        begin_s = self._clock()
+        if self._num_draft:
+            waiting = WaitingLayer(
+                inputs=replace(inputs, queries=inputs.queries.clone()), variance=0.0, scores=None
+            )
+        else:
+            self._pauses.allowed = True
+            waiting = measure_layer(self._job.resolved, inputs)
+            self._pauses.allowed = False
         host = self._moved(waiting.inputs, torch.device("cpu"))
         self._waiting[inputs.layer] = replace(waiting, inputs=host)
         self.times.compress_s += self._clock() - begin_s

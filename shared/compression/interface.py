@@ -150,6 +150,17 @@ class Sizing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """One layer of tokens that a draft has after the prompt.
+
+    Attributes: queries: post-RoPE `[H_kv, G, n, D]`; keys: post-RoPE `[H_kv, n, D]`; n >= 1.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """One layer of one prompt, as prefill computed it.
 
@@ -162,6 +173,7 @@ class LayerInputs:
         unrotate: turns this layer's post-RoPE keys `[H_kv, n, D]` at positions 0 to n - 1 into pre-RoPE keys,
             float32; None if there is no model.
         sums: accumulated attention; None until it has been computed, see `with_sums`.
+        ahead: of the draft's tokens; None if there is no draft.
     """
 
     layer: int
@@ -171,6 +183,7 @@ class LayerInputs:
     scaling: float
     unrotate: Callable[[Tensor], Tensor] | None = None
     sums: ColumnSums | None = None
+    ahead: Ahead | None = None
 
     def with_sums(self) -> LayerInputs:
         """These inputs with `sums`, which is computed from all queries if it is missing."""

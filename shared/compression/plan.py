@@ -30,6 +30,9 @@ MEASURED_ALLOCATIONS = ("attention_variance",)
 REBUDGET_TOKENS = "rebudget_tokens"
 """A plan's parameter: how many generated tokens make a segment that is compacted when it is full."""
 
+DRAFT_TOKENS = "draft_tokens"
+"""A parameter of format 'rdkv': how many tokens prefill generates from the full KV before it compresses."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -154,6 +157,12 @@ class ResolvedPlan:
     num_prompt_tokens: int
     max_new_tokens: int
     layers: tuple[LayerPlan, ...]
+
+
+def num_draft_tokens(resolved: ResolvedPlan) -> int:
+    """How many tokens prefill drafts before it compresses a layer (`draft.py`); 0: none."""
+    drafting = any(layer.representation.name == "rdkv" for layer in resolved.layers)
+    return int(resolved.plan.representation.params.get(DRAFT_TOKENS, 0)) if drafting else 0
 
 
 def is_measured(resolved: ResolvedPlan) -> bool:

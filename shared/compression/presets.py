@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvferry.shared.compression.installed import installed_methods
 from kvferry.shared.compression.plan import (
+    DRAFT_TOKENS,
     REBUDGET_TOKENS,
     Budget,
     CompressionPlan,
@@ -66,6 +67,8 @@ _RDKV: dict[str, ParamValue] = {
     # their bits; shorter completions are not packed
     "rebudget_tokens": 256,
 }
+_DRAFT: dict[str, ParamValue] = {"window": 1, DRAFT_TOKENS: 8}
+"""The query of the prompt's last token, from which the answer's first token follows, and the draft's."""
 _HSA = Part(name="hsa")
 _THINK = Part(name="think", params={"channel_retention": 0.5, "window": _WINDOW})
 _PACKED = Part(name="packed", params={"k_bits": 4, "v_bits": 4})
@@ -140,6 +143,11 @@ PRESETS: Mapping[str, CompressionPlan] = {
             method="rdkv-union",
             scorer=_LEVERAGE,
             representation=Part(name="rdkv", params={**_RDKV, "with_attention": True}),
+            budget=_READ,
+        ),
+        CompressionPlan(
+            method="rdkv-draft",
+            representation=Part(name="rdkv", params={**_RDKV, **_DRAFT}),
             budget=_READ,
         ),
         CompressionPlan(

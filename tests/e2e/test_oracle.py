@@ -112,7 +112,9 @@ def test_full_equals_transformers_generate(
         assert tokens == texts(tokenizer, expected)
 
 
-@pytest.mark.parametrize("method", ["rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union"])
+@pytest.mark.parametrize(
+    "method", ["rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft"]
+)
 def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
     stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path, method: str
 ) -> None:

@@ -110,8 +110,8 @@ async def test_a_method_that_treats_keys_and_values_differently_is_refused_by_na
     applicable = applicable_methods(pair.model.spec.layers)
     refused = [name for name in PRESETS if name not in applicable]
     assert refused == [
-        *("compactor-kivi", "compactor-rdkv", "rdkv-union", "rocketkv-kivi", "rdkv", "rdkv-hsa"),
-        *("think", "snapkv-think"),
+        *("compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft", "rocketkv-kivi"),
+        *("rdkv", "rdkv-hsa", "think", "snapkv-think"),
     ]
     for method in refused:
         with pytest.raises(InvalidRequest, match=r"layer 0 has latent rows \(MLA\)") as caught:

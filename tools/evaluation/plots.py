@@ -34,6 +34,7 @@ STYLES = {
     "rdkv": ("tab:red", "o"),
     "rdkv-hsa": ("tab:red", "s"),
     "rdkv-union": ("tab:red", "D"),
+    "rdkv-draft": ("tab:red", "^"),
     "pyramidkv": ("tab:purple", "o"),
     "adakv": ("tab:purple", "s"),
     "h2o": ("tab:brown", "o"),

@@ -9,13 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, read_params
+from kvferry.shared.compression.plan import (
+    DRAFT_TOKENS,
+    Allowed,
+    Between,
+    ParamValue,
+    Part,
+    read_params,
+)
 from kvferry.shared.compression.rdkv.allocation import LayerAllocation, allocate
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_table
 from kvferry.shared.compression.rdkv.weights import (
@@ -35,8 +43,9 @@ RDKV_PARAMS: Allowed = {
     "widths": str,
     "rebudget_tokens": Between(0, 1 << 20),
     "with_attention": bool,
+    DRAFT_TOKENS: Between(0, 64),
 }
-RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False}
+RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False, DRAFT_TOKENS: 0}
 """Of parameters that plans may lack: routers of earlier releases do not know them, nor do their workers."""
 
 
@@ -47,7 +56,7 @@ class RdkvSettings:
     Attributes:
         budget_tokens: B_tok per KV head: the bits of K and V of this many tokens in full precision.
         table: the distortion of each width.
-        window: how many of the prompt's last queries the weights use.
+        window: how many of the prompt's last queries the weights use, beside those of a draft.
         kernel_size: kernel of the average pooling of token weights.
         channel_weights: the formula of the channel weights, see `weights.channel_weights`.
         with_attention: where a scorer's scores weigh the tokens, whether the window's attention does, too
@@ -93,17 +102,29 @@ class Rebudgeting:
 def allocate_layer(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> LayerAllocation:
-    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
+    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries, and
+    after them those of the draft, if there is one.
+
+    Deviation: the paper has no draft. Its tokens get no bits: only their attention to the prompt counts.
 
     Args: scores: float32 `[H_kv, T]`, standardised, that weigh the tokens in place of the window's attention
         or with it; None: it alone does.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
+    keys, num_ahead = inputs.keys, 0
+    if inputs.ahead is not None:
+        num_ahead = inputs.ahead.keys.shape[1]
+        queries = torch.cat([queries, inputs.ahead.queries], 2)
+        keys = torch.cat([keys, inputs.ahead.keys], 1)
     if scores is not None and not settings.with_attention:
         weights = score_weights(scores)
     else:
         weights = token_weights(
-            queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
+            queries,
+            keys,
+            scaling=inputs.scaling,
+            kernel_size=settings.kernel_size,
+            num_ahead=num_ahead,
         )
         if scores is not None:
             weights = joint_weights(weights, scores)

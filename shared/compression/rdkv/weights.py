@@ -23,7 +23,9 @@ demo model (n = 20, 2.5 % of the bytes, questions after compression) the four ta
 in place of 100, 95, 95 and 90 %."""
 
 
-def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5) -> Tensor:
+def token_weights(
+    queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5, num_ahead: int = 0
+) -> Tensor:
     """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, average-pooled with stride 1.
 
     Pooling pads by reflection; if T <= kernel_size // 2 there is no reflection, and the weights are not
@@ -34,13 +36,14 @@ def token_weights(queries: Tensor, keys: Tensor, *, scaling: float, kernel_size:
         keys: post-RoPE `[H_kv, T, D]`.
         scaling: the softmax scale.
         kernel_size: odd; 1 means no pooling.
+        num_ahead: how many of the last queries and keys are of a draft's tokens, which are not weighed.
 
-    Returns: float32 `[H_kv, T]`.
+    Returns: float32 `[H_kv, T - num_ahead]`.
     """
     assert kernel_size % 2 == 1, kernel_size
-    sums = window_scores(queries, keys, scaling=scaling)
+    sums = window_scores(queries, keys, scaling=scaling)[:, : keys.shape[1] - num_ahead]
     padding = kernel_size // 2
-    if keys.shape[1] <= padding:
+    if sums.shape[1] <= padding:
         return sums
     padded = F.pad(sums[:, None], (padding, padding), mode="reflect")
     return F.avg_pool1d(padded, kernel_size, stride=1)[:, 0]

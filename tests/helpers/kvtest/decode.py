@@ -438,6 +438,7 @@ MIXED = [
     {"prompt": [i * 17 % 50 for i in range(149)], "method": "rocketkv-kivi", "tokens": 20},
     {"prompt": [i * 19 % 50 for i in range(113)], "method": "compactor-rdkv", "tokens": 9, "max_tokens": 12},
     {"prompt": [i * 21 % 50 for i in range(123)], "method": "rdkv-union", "tokens": 9, "max_tokens": 12},
+    {"prompt": [i * 22 % 50 for i in range(119)], "method": "rdkv-draft", "tokens": 9, "max_tokens": 12},
     {"prompt": [i * 12 % 50 for i in range(133)], "overrides": {"wire_bits": 8}},
     {
         "prompt": [i * 14 % 50 for i in range(171)],

@@ -104,7 +104,8 @@ async def test_a_short_prompt_overtakes_a_long_one_and_both_are_the_oracles(
     first, _ = await harness.run(long)
     await asyncio.gather(*overtaking.tasks)
     num_layers = harness.model.spec.num_layers
-    assert overtaking.layers == [
+    # a draft's tokens, if there is one, come after the prompt
+    assert [its for its in overtaking.layers if its[0] in (LONG, SHORT)] == [
         (LONG, 0), (LONG, 1),
         *((SHORT, layer) for layer in range(num_layers)),
         *((LONG, layer) for layer in range(2, num_layers)),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from kvtest.prefill import plan_of
+from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from kvtest.prefill import Harness
 
 PLAN = plan_for("rdkv", budget=Budget(retention=0.2))
+METHODS = ("rdkv", "rdkv-draft")
 SESSION = SessionKey(owner="alice", session_id="a")
 
 
@@ -49,29 +53,72 @@ def assert_tensors_are_the_oracles(
     assert {kind: done.bytes_by_kind[kind] for kind in sizes} == sizes
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skip_layers", [(), (0, 2)])
 async def test_a_prompts_tensors_are_those_of_one_process(
-    harness: Harness, skip_layers: tuple[int, ...]
+    harness: Harness, skip_layers: tuple[int, ...], method: str
 ) -> None:
-    plan = plan_for("rdkv", budget=PLAN.budget, skip_layers=skip_layers)
+    plan = plan_for(method, budget=PLAN.budget, skip_layers=skip_layers)
     request = harness.request(make_prompt(331), plan=plan)
     first, done = await harness.run(request)
-    assert first.method == "rdkv"
+    assert first.method == method
     assert sum(done.bytes_by_kind.values()) < first.full_bytes
     assert_tensors_are_the_oracles(harness, request, done)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_new", [7, 50])
 async def test_a_second_turns_tensors_are_those_of_one_process_with_that_history(
-    harness: Harness, num_new: int
+    harness: Harness, num_new: int, method: str
 ) -> None:
-    prompt = make_prompt(331)
-    request = harness.request(prompt, plan=PLAN, session=SESSION)
+    prompt, plan = make_prompt(331), plan_for(method, budget=PLAN.budget)
+    request = harness.request(prompt, plan=plan, session=SESSION)
     await harness.run(request)
     await harness.service.commit_turn(
         CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
     )
-    second = harness.request(prompt + make_prompt(num_new, seed=1), plan=PLAN, session=SESSION)
+    second = harness.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=SESSION)
     first, done = await harness.run(second)
     assert first.reused_tokens == len(prompt)
     assert_tensors_are_the_oracles(harness, second, done, earlier=prompt)
+
+
+async def test_a_draft_reads_what_the_prompt_says_and_leaves_no_row_in_the_history(harness: Harness) -> None:
+    """The same prompt with and without a draft: another selection, the same first token and history."""
+    prompt, results = make_prompt(331), []
+    for method in METHODS:
+        session = SessionKey(owner="alice", session_id=method)
+        request = harness.request(prompt, plan=plan_for(method, budget=PLAN.budget), session=session)
+        first, _ = await harness.run(request)
+        info = await harness.service.commit_turn(
+            CommitTurnRequest(request_id=request.request_id, session=session, token_ids=prompt), timeout_s=10
+        )
+        assert info.num_tokens == len(prompt)
+        key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+        tensors = [harness.sink.tensors(key, layer) for layer in range(harness.model.spec.num_layers)]
+        results.append((first.token.token_id, tensors))
+    (one, layers), (other, drafted) = results
+    assert one == other
+    assert any(not torch.equal(its["codes"], drafted[layer]["codes"]) for layer, its in enumerate(layers))
+
+
+async def test_a_request_that_is_cancelled_while_its_draft_runs_opens_no_transfer(harness: Harness) -> None:
+    request = harness.request(make_prompt(331), plan=plan_for("rdkv-draft", budget=PLAN.budget))
+    drafting, cancelled = threading.Event(), threading.Event()
+
+    def wait_in_the_draft(layer: int, keys: Tensor) -> None:
+        if keys.shape[1] == 333 and layer == 1:
+            drafting.set()
+            assert cancelled.wait(60)
+
+    harness.model.on_layer = wait_in_the_draft
+    running = asyncio.create_task(harness.run(request))
+    assert await asyncio.to_thread(drafting.wait, 60)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    cancelled.set()
+    harness.model.on_layer = None
+    first, _ = await harness.run(harness.request(make_prompt(50)))
+    assert first.method == "full"
+    assert all(manifest.request_id != request.request_id for manifest in harness.sink.manifests)

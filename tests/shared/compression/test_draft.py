@@ -1,0 +1,240 @@
+"""The draft before a compression: its tokens, their queries and keys, and what RDKV makes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kvtest.compression import formats_for
+from kvtest.families import FAMILIES
+from kvtest.transformers_model import greedy, prompt_of
+
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.interface import Ahead, LayerInputs
+from kvferry.shared.compression.plan import Budget, CompressionPlan, num_draft_tokens
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv.compress import allocate_layer
+from kvferry.shared.compression.rdkv.weights import token_weights
+from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.errors import Cancelled
+from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.loading import load_model
+from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator
+from kvferry.tools.recall.tasks import TASKS
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformersModel:
+    return load_model(DEMO_MODEL, name="demo", device="cpu")
+
+
+def draft(model: TransformersModel, captured: CapturedPrompt, num_draft: int) -> list[LayerInputs]:
+    assert captured.logits is not None
+    return add_draft(
+        model, captured.layers, logits=captured.logits, num_draft=num_draft, states=captured.states
+    )
+
+
+def full_answer(model: TransformersModel, prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = OneProcessGenerator(model).generate(prompt, plan=plan_for("full"), sampling=greedy(num_tokens))
+    return [token.token_id for token in tokens]
+
+
+def assert_ahead_is(found: list[LayerInputs], expected: CapturedPrompt, num_ahead: int) -> None:
+    """Args: expected: the capture of the prompt and the draft's tokens."""
+    for its, whole in zip(found, expected.layers, strict=True):
+        assert its.ahead is not None
+        torch.testing.assert_close(its.ahead.queries, whole.queries[:, :, -num_ahead:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(its.ahead.keys, whole.keys[:, -num_ahead:], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 203])
+def test_the_draft_is_the_full_kvs_greedy_answer(model: TransformersModel, num_tokens: int) -> None:
+    generator, prompt = OneProcessGenerator(model), prompt_of(num_tokens, seed=num_tokens)
+    answer = full_answer(model, prompt, 7)
+    captured = generator.capture(prompt)
+    found = draft(model, captured, 5)
+    assert_ahead_is(found, generator.capture([*prompt, *answer[:5]]), 5)
+    for its, given in zip(found, captured.layers, strict=True):
+        assert its.keys is given.keys
+        assert its.queries is given.queries
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2", "granitemoeshared"])
+def test_drafts_of_models_with_states_and_windows(family: str, tmp_path: Path) -> None:
+    model = load_model(FAMILIES[family].save(tmp_path), device="cpu")
+    generator, prompt = OneProcessGenerator(model), prompt_of(75, seed=3)
+    answer = full_answer(model, prompt, 6)
+    captured = generator.capture(prompt)
+    before = {layer: {name: its.clone() for name, its in of.items()} for layer, of in captured.states.items()}
+    assert_ahead_is(draft(model, captured, 4), generator.capture([*prompt, *answer[:4]]), 4)
+    for layer, of in before.items():
+        assert all(torch.equal(its, captured.states[layer][name]) for name, its in of.items())
+
+
+def test_a_draft_ends_before_the_end_of_the_sequence(model: TransformersModel) -> None:
+    example = TASKS["single_needle"].example(num_tokens=300, seed=1)
+    prompt, answer = list(example.prompt_token_ids), list(example.answer_token_ids)
+    (end,) = model.spec.eos_token_ids
+    assert answer[-1] == end
+    generator = OneProcessGenerator(model)
+    found = draft(model, generator.capture(prompt), len(answer) + 9)
+    assert_ahead_is(found, generator.capture([*prompt, *answer[:-1]]), len(answer) - 1)
+    ended = draft(model, generator.capture([*prompt, *answer[:-1]]), 4)
+    assert all(its.ahead is None for its in ended)
+
+
+def test_a_draft_ends_at_the_end_of_the_models_window() -> None:
+    model = load_model(DEMO_MODEL, name="demo", device="cpu", max_model_len=64)
+    found = draft(model, OneProcessGenerator(model).capture(prompt_of(61, seed=2)), 8)
+    assert {its.ahead.keys.shape[1] for its in found if its.ahead is not None} == {3}
+
+
+def test_a_caller_may_end_it_before_any_token(model: TransformersModel) -> None:
+    captured, calls = OneProcessGenerator(model).capture(prompt_of(40, seed=1)), []
+    assert captured.logits is not None
+
+    def third() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Cancelled("the client left")
+
+    with pytest.raises(Cancelled, match="the client left"):
+        add_draft(model, captured.layers, logits=captured.logits, num_draft=8, before_token=third)
+    assert len(calls) == 3
+
+
+def make_inputs(num_tokens: int, num_ahead: int, group: int) -> LayerInputs:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return LayerInputs(
+        layer=0,
+        queries=3 * draw(2, group, num_tokens, 8),
+        keys=draw(2, num_tokens, 8),
+        values=draw(2, num_tokens, 8),
+        scaling=0.3,
+        ahead=Ahead(queries=3 * draw(2, group, num_ahead, 8), keys=draw(2, num_ahead, 8)),
+    )
+
+
+def reference_weights(inputs: LayerInputs, window: int, kernel_size: int) -> torch.Tensor:
+    """Each query's softmax over the prompt and the draft's tokens up to its own, of which the prompt's part
+    is summed and pooled."""
+    assert inputs.ahead is not None
+    keys = torch.cat([inputs.keys, inputs.ahead.keys], 1)
+    num_tokens, num_ahead = inputs.keys.shape[1], inputs.ahead.keys.shape[1]
+    window = min(window, num_tokens)
+    sums = torch.zeros(2, num_tokens)
+    for head in range(2):
+        for group in range(inputs.queries.shape[1]):
+            for at in range(num_tokens - window, num_tokens + num_ahead):
+                query = (
+                    inputs.queries[head, group, at]
+                    if at < num_tokens
+                    else inputs.ahead.queries[head, group, at - num_tokens]
+                )
+                shares = torch.softmax(keys[head, : at + 1] @ query * inputs.scaling, 0)
+                sums[head, : min(at + 1, num_tokens)] += shares[:num_tokens]
+    half = kernel_size // 2
+    if num_tokens <= half:
+        return sums
+    at = torch.arange(-half, num_tokens + half).abs()
+    at = torch.where(at < num_tokens, at, 2 * (num_tokens - 1) - at)
+    return sums[:, at].unfold(1, kernel_size, 1).mean(2)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_ahead", "window"),
+    [(1, 1, 8), (2, 5, 1), (5, 1, 8), (97, 8, 8), (33, 3, 1), (40, 7, 64)],
+)
+def test_weights_are_those_of_the_equation_over_window_and_draft(
+    num_tokens: int, num_ahead: int, window: int, group: int
+) -> None:
+    inputs = make_inputs(num_tokens, num_ahead, group)
+    assert inputs.ahead is not None
+    found = token_weights(
+        torch.cat([inputs.queries[:, :, -window:], inputs.ahead.queries], 2),
+        torch.cat([inputs.keys, inputs.ahead.keys], 1),
+        scaling=inputs.scaling,
+        kernel_size=9,
+        num_ahead=num_ahead,
+    )
+    torch.testing.assert_close(found, reference_weights(inputs, window, 9), atol=1e-5, rtol=1e-5)
+
+
+def resolved_for(plan: CompressionPlan, inputs: LayerInputs):
+    return resolve_plan(
+        plan, num_prompt_tokens=inputs.keys.shape[1], max_new_tokens=9, num_layers=1, head_dim=8
+    )
+
+
+def test_tokens_of_the_draft_get_no_bits_and_tokens_that_they_attend_to_get_more() -> None:
+    inputs = make_inputs(211, 6, 2)
+    assert inputs.ahead is not None
+    wanted = 37
+    inputs.keys[:, wanted] *= 2  # so that no other key has a greater product with it
+    queries = (10 * inputs.keys[:, wanted])[:, None, None].expand(2, 2, 6, 8)
+    pointed = replace(inputs, ahead=replace(inputs.ahead, queries=queries))
+    plan = plan_for("rdkv-draft", budget=Budget(tokens=5))
+    settings = rdkv_of(plan, inputs).settings
+    before, after = (allocate_layer(settings, its) for its in (inputs, pointed))
+    assert after.values.shape == before.values.shape == (2, 211)
+    assert (after.values[:, wanted] > before.values[:, wanted]).all()
+    assert not torch.equal(after.values, before.values)
+
+
+def rdkv_of(plan: CompressionPlan, inputs: LayerInputs) -> Rdkv:
+    (fmt,) = formats_for(resolved_for(plan, inputs), inputs)
+    assert isinstance(fmt, Rdkv)
+    return fmt
+
+
+def test_an_empty_draft_leaves_the_window() -> None:
+    inputs = make_inputs(120, 4, 2)
+    plan = plan_for("rdkv-draft", budget=Budget(tokens=12))
+    same = plan_for("rdkv", budget=Budget(tokens=12), overrides={"window": 1})
+    none = replace(inputs, ahead=None)
+    first = allocate_layer(rdkv_of(plan, inputs).settings, none)
+    second = allocate_layer(rdkv_of(same, inputs).settings, none)
+    assert torch.equal(first.values, second.values)
+    assert torch.equal(first.keys, second.keys)
+
+
+def test_plans_draft_where_layers_are_packed() -> None:
+    inputs = make_inputs(120, 4, 2)
+    drafting = plan_for("rdkv-draft", budget=Budget(tokens=12))
+    assert num_draft_tokens(resolved_for(drafting, inputs)) == 8
+    for plan in (plan_for("rdkv", budget=Budget(tokens=12)), plan_for("snapkv"), plan_for("full")):
+        assert num_draft_tokens(resolved_for(plan, inputs)) == 0
+    whole = plan_for("rdkv-draft", budget=Budget(tokens=120))
+    assert num_draft_tokens(resolved_for(whole, inputs)) == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_listing_is_answered_at_a_hundredth_of_its_bytes(model: TransformersModel, seed: int) -> None:
+    """A finding: the question names one of two assignments, and the answer leads to the other."""
+    example = TASKS["code_listing"].example(num_tokens=1024, seed=seed)
+    prompt, answer = list(example.prompt_token_ids), list(example.answer_token_ids)
+    generator = OneProcessGenerator(model)
+    plan = plan_for("rdkv-draft", budget=Budget(tokens=10))
+    captured = generator.capture(prompt)
+    continuation = generator.compress(captured, plan=plan, max_new_tokens=len(answer))
+    counted = replace(model.spec, dtype="float16")
+    formats = make_formats(counted, continuation.resolved)
+    kept = sum(
+        fmt.kept_bytes(fmt.prompt_bytes(its))
+        for fmt, its in zip(formats, continuation.compressed, strict=True)
+    )
+    assert kept <= math.ceil(0.01 * model.spec.full_bytes(len(prompt)))
+    tokens = generator.generate(prompt, plan=plan, sampling=greedy(len(answer)))
+    assert [token.token_id for token in tokens] == answer
