@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from cpu_decode import commit, cpu_name
 
-from kvferry.shared.compression.plan import ParamValue
+from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.plan import ParamValue, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
@@ -39,7 +40,8 @@ ANSWER_TOKENS = 64
 
 
 def compression(model: TransformersModel, captured: CapturedPrompt, method: str) -> Callable[[], object]:
-    """A call that compresses the whole prompt with the budget of a method, perhaps NAME:PARAMETER=VALUE."""
+    """A call that drafts, where the method does, and compresses the whole prompt with the budget of a method,
+    perhaps NAME:PARAMETER=VALUE."""
     spec, (name, *changes) = model.spec, method.split(":")
     overrides: dict[str, ParamValue] = {}
     for change in changes:
@@ -53,7 +55,17 @@ def compression(model: TransformersModel, captured: CapturedPrompt, method: str)
         head_dim=spec.head_dim,
     )
     assert resolved.method == name, f"{method} has nothing to compress"
-    return lambda: compress_prompt(spec, resolved, captured.layers)
+    num_draft, logits = num_draft_tokens(resolved), captured.logits
+    assert logits is not None
+
+    def compress() -> None:
+        if num_draft:
+            drafted = add_draft(model, captured.layers, logits=logits, num_draft=num_draft)
+            compress_prompt(spec, resolved, drafted)
+        else:
+            compress_prompt(spec, resolved, captured.layers)
+
+    return compress
 
 
 def measure(model: TransformersModel, num_tokens: int, rounds: int, methods: Sequence[str]) -> dict[str, Any]:
