@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import PartArrived, PartFailed
-from kvferry.services.decode.receiver import ArenaCopier, CacheWriter, check_transfer, measured_plan
+from kvferry.services.decode.receiver import check_transfer, measured_plan
 from kvferry.services.decode.sequence import PinnedRows
+from kvferry.services.decode.writer import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import Positions
 from kvferry.shared.compression.formats import make_formats
@@ -51,6 +53,7 @@ class ExpectedPart:
         pinned: rows that the transfer may leave out.
         caches: every layer, once it has arrived.
         has_begun: whether a transfer has, which then has these `layer_rows`.
+        joined: the rank's heads, while they come in parts of their own.
     """
 
     key: TransferKey
@@ -63,6 +66,7 @@ class ExpectedPart:
     caches: list[LayerCache] = field(default_factory=list)
     has_begun: bool = False
     layer_rows: tuple[int, ...] = ()
+    joined: JoinedParts | None = None
 
 
 class PartReceiver:
@@ -84,7 +88,7 @@ class PartReceiver:
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
         self._condition = threading.Condition()
         self._expected: dict[TransferKey, ExpectedPart] = {}
-        self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter]] = {}
+        self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter, int]] = {}
         self._last_generation = 0
 
     def expect(self, part: ExpectedPart) -> None:
@@ -100,20 +104,25 @@ class PartReceiver:
         key = part_key(part.key, self._first_head)
         with self._condition:
             self._expected.pop(key, None)
-            self._incoming.pop(key, None)
+            for key in [key for key, its in self._incoming.items() if its[0] is part]:
+                del self._incoming[key]
+            part.joined = None
 
     @torch.inference_mode()
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
         with self._condition:
-            part = self._awaited(manifest.key)
+            part, number = self._awaited(manifest)
             try:
+                if part.joined is not None:
+                    self._incoming[manifest.key] = part, part.joined.open(number, manifest), number
+                    return
                 if part.has_begun:
                     message = f"transfer {manifest.key.transfer_id:#x} has begun before"
                     raise LeaseExpired(message, reason="reservation_used")
                 part.has_begun = True
                 chain = part.pinned.chain if part.pinned is not None else None
-                check_transfer(manifest, part.resolved, chain, self._spec)
+                check_transfer(manifest, part.resolved, chain, spec_of_part(manifest, self._spec))
                 plan = measured_plan(manifest, part.resolved)
                 if plan is not part.resolved:
                     part.layout = self._layout(plan, part)
@@ -124,18 +133,21 @@ class PartReceiver:
             if manifest.retained_transfer_id and part.pinned is not None:
                 pinned = part.pinned.first(manifest.retained_depth, manifest.retained_tokens)
             writer = CacheWriter(part.layout, part.buffer, self._copier, pinned=pinned)
-            self._incoming[manifest.key] = part, writer
+            if manifest.num_kv_heads < self._spec.num_kv_heads:
+                part.joined = JoinedParts(manifest, self._spec, plan, writer, is_delta=pinned is not None)
+                writer = part.joined.open(number, manifest)
+            self._incoming[manifest.key] = part, writer, number
             part.layer_rows = manifest.layer_rows
 
     @torch.inference_mode()
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """See `BlockSink.begin_layer`."""
-        self._run(key, lambda part, writer: writer.begin_layer(header))
+        self._run(key, lambda part, writer, _: writer.begin_layer(header))
 
     @torch.inference_mode()
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
-        self._run(header.key, lambda part, writer: writer.write(header, payload))
+        self._run(header.key, lambda part, writer, _: writer.write(header, payload))
 
     @torch.inference_mode()
     def commit(self, end: EndRecord) -> None:
@@ -151,8 +163,14 @@ class PartReceiver:
                 message = f"the transfer of the prompt's KV failed: {reason}"
                 self._fail(its[0], TransferFailed(message, reason=reason))
 
-    def _finish(self, part: ExpectedPart, writer: CacheWriter) -> None:
-        part.caches = list(writer.finish())
+    def _finish(self, part: ExpectedPart, writer: CacheWriter, number: int) -> None:
+        caches = writer.finish()
+        if part.joined is not None:
+            if not part.joined.end(number):
+                return
+            caches = part.joined.finish()
+            part.joined = None
+        part.caches = list(caches)
         positions: Sequence[Positions | None] = ()
         if all(cache.format.is_plain for cache in part.caches):
             positions = [cache.positions for cache in part.caches]
@@ -165,7 +183,7 @@ class PartReceiver:
             )
         )
 
-    def _run(self, key: TransferKey, what: Callable[[ExpectedPart, CacheWriter], None]) -> None:
+    def _run(self, key: TransferKey, what: Callable[[ExpectedPart, CacheWriter, int], None]) -> None:
         """Raises: LeaseExpired: the reservation has ended."""
         with self._condition:
             its = self._incoming.get(key)
@@ -179,23 +197,29 @@ class PartReceiver:
                 self._fail(its[0], error)
                 raise
 
-    def _awaited(self, key: TransferKey) -> ExpectedPart:
-        """The part; waits if the rank may yet be told of it.
+    def _awaited(self, manifest: Manifest) -> tuple[ExpectedPart, int]:
+        """The rank's part, and which part of its heads is sent; waits if the rank may yet be told of it.
 
         Raises: LeaseExpired: there is none. The caller has locked the condition.
         """
 
+        key, keys = manifest.key, dict(whole_keys(manifest, self._spec))
+
+        def found() -> tuple[ExpectedPart, int] | None:
+            its = ((self._expected.get(key), number) for number, key in keys.items())
+            return next(((part, number) for part, number in its if part is not None), None)
+
         def is_decided() -> bool:
-            return key in self._expected or key.generation <= self._last_generation
+            return found() is not None or key.generation <= self._last_generation
 
         self._condition.wait_for(is_decided, _EXPECT_TIMEOUT_S)
-        if key not in self._expected:
+        if (part := found()) is None:
             raise LeaseExpired(
                 f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists in "
                 f"the rank of head {self._first_head}",
                 reason="unknown_transfer",
             )
-        return self._expected[key]
+        return part
 
     def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
         with_room = replace(plan, max_new_tokens=part.room)

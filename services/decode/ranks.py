@@ -45,11 +45,12 @@ from kvferry.services.decode.rank_messages import (
     received,
     sent,
 )
-from kvferry.services.decode.receiver import ArenaCopier, CacheReceiver, CacheWriter, layer_failed
+from kvferry.services.decode.receiver import CacheReceiver
 from kvferry.services.decode.retained import RetainedSelection
 from kvferry.services.decode.sequence import PinnedRows, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
+from kvferry.services.decode.writer import ArenaCopier, CacheWriter, layer_failed
 from kvferry.shared.cache.arena import Allocation, SequenceLayout, header_of, place_layer, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RowNumbers
 from kvferry.shared.compression.formats import format_class, make_formats
@@ -346,7 +347,7 @@ class DividedWriter(CacheWriter):
     def _open_when_complete(self) -> None:
         if self._missing_bytes:
             return
-        layer = len(self._caches)
+        layer = self._num_layers
         fmt, its_layout = self._format(layer), self._sequence.layout.layers[layer]
         try:
             whole = self._layout.layers[layer].format
@@ -372,8 +373,9 @@ class DividedWriter(CacheWriter):
             raise layer_failed(layer, error) from error
         own_cache.positions = positions  # of all heads, as prefill knows them
         self._caches.append(own_cache)
+        self._num_layers += 1
         self._tensors, self._pieces = {}, []
-        if len(self._caches) == len(self._layout.layers):
+        if self._num_layers == len(self._layout.layers):
             self._sequence.prompt_bytes = self._prompt_bytes
 
     def _own_delta(self, layer: int) -> DeltaLayer:

@@ -9,25 +9,21 @@ engine gets only complete transfers.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from opentelemetry.trace import Span
-from torch import Tensor
 
+from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import PartArrived, PartFailed
-from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
+from kvferry.services.decode.sequence import Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompts
-from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
-from kvferry.shared.cache.delta import DeltaLayer, RetainedChain
+from kvferry.services.decode.writer import ArenaCopier, CacheWriter
+from kvferry.shared.cache.arena import ByteArena, sequence_layout
+from kvferry.shared.cache.delta import RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
-from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
@@ -49,152 +45,16 @@ if TYPE_CHECKING:
     from kvferry.services.decode.ranks import DecodeRanks
 
 
-class ArenaCopier:
-    """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
-
-    Used only by the receiver's thread.
-    """
-
-    def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._pinned = torch.empty(max_payload_bytes, dtype=torch.uint8, pin_memory=True) if on_cuda else None
-        self._payload = np.empty(0, np.uint8)
-
-    def load(self, payload: memoryview) -> None:
-        """Set the payload that `copy` reads from until the next call."""
-        self._payload = np.frombuffer(payload, np.uint8)
-        if self._pinned is not None:
-            self._pinned.numpy()[: payload.nbytes] = self._payload
-
-    def copy(self, target: Tensor, offset: int) -> None:
-        """Fill `target`, uint8 `[n]` in the arena, with the payload's bytes starting at `offset`."""
-        end = offset + target.numel()
-        if self._pinned is not None:
-            target.copy_(self._pinned[offset:end])
-        else:
-            # Not `copy_`: torch would split the block among its threads and wait for busy cores.
-            target.numpy()[:] = self._payload[offset:end]
-
-
-class CacheWriter:
-    """Writes one sequence's layers, in order.
-
-        begin_layer ──► write ... write ──last byte──► the layer is checked and opened ──► begin_layer ...
-
-    Args:
-        buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
-        copier: shared with the other transfers of the receiver's thread.
-        pinned: rows of the session's last turns that are not sent again; None if everything is sent.
-    """
-
-    def __init__(
-        self, layout: SequenceLayout, buffer: Tensor, copier: ArenaCopier, *, pinned: PinnedRows | None = None
-    ) -> None:
-        self._layout = layout
-        self._buffer = buffer
-        self._copier = copier
-        self._pinned = pinned
-        self._caches: list[LayerCache] = []
-        self._regions: Mapping[str, Tensor] = {}
-        self._tensors: dict[str, Tensor] = {}
-        self._pieces: list[Tensor] = []
-        self._missing_bytes = 0
-
-    def begin_layer(self, header: LayerHeader) -> None:
-        """Start the next layer.
-
-        Raises:
-            TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
-                format.
-        """
-        layer = len(self._caches)
-        if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
-            raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
-        specs = {
-            its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
-        }
-        self._regions = self._layout.layers[layer].views(self._buffer)
-        try:
-            self._tensors = self._format(layer).receive(specs, self._regions)
-        except InvalidTensors as error:
-            raise layer_failed(layer, error) from error
-        self._pieces = [_as_bytes(its) for its in self._tensors.values()]
-        self._missing_bytes = sum([its.size_bytes for its in specs.values()])
-        self._open_when_complete()
-
-    def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """Write one block of the current layer.
-
-        Raises: TransferFailed, ProtocolMismatch: the layer is now complete, and its content is invalid.
-        """
-        pieces, done = self._pieces[header.tensor], 0
-        self._copier.load(payload)
-        while done < payload.nbytes:
-            piece, within = divmod(header.offset + done, pieces.shape[1])
-            count = min(payload.nbytes - done, pieces.shape[1] - within)
-            self._copier.copy(pieces[piece, within : within + count], done)
-            done += count
-        self._missing_bytes -= done
-        self._open_when_complete()
-
-    def finish(self) -> tuple[LayerCache, ...]:
-        """All layers, once what the device checks is known.
-
-        Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
-        """
-        if len(self._caches) != len(self._layout.layers):
-            raise TransferFailed(
-                f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
-                reason="incomplete",
-            )
-        for layer, cache in enumerate(self._caches):
-            if not cache.settles:
-                continue
-            try:
-                cache.settle()
-            except InvalidTensors as error:
-                raise layer_failed(layer, error) from error
-        return tuple(self._caches)
-
-    def _open_when_complete(self) -> None:
-        if self._missing_bytes:
-            return
-        layer = len(self._caches)
-        try:
-            cache = self._format(layer).open(self._regions, self._tensors)
-            self._layout.layers[layer].format.check_finite(self._tensors)
-        except InvalidTensors as error:
-            raise layer_failed(layer, error) from error
-        self._caches.append(cache)
-        self._tensors, self._pieces = {}, []
-
-    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        fmt = self._layout.layers[layer].format
-        if self._pinned is None:
-            return fmt
-        return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as uint8 `[pieces, bytes]` with contiguous pieces: one, or one per KV head."""
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)[None]
-    size = (tensor.shape[0], math.prod(tensor.shape[1:]))
-    return tensor.as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)
-
-
-def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
-    """Why a transfer ends whose layer has invalid tensors."""
-    kind = ProtocolMismatch if error.reason == "layout_version" else TransferFailed
-    return kind(f"layer {layer}: {error}", reason=error.reason)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Incoming:
-    """An open transfer. Used only by the block server's thread."""
+    """An open transfer. Used only by the block server's thread.
+
+    Attributes: number: of the part, if this process's heads come in several.
+    """
 
     sequence: Sequence
     writer: CacheWriter
+    number: int
     started_s: float
     span: Span
 
@@ -236,13 +96,13 @@ class CacheReceiver:
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
         try:
-            sequence, writer = self._accept(manifest)
+            sequence, writer, number = self._accept(manifest)
         except KvferryError as error:
             self._metrics.receive_failed.labels(error.reason).inc()
             raise
         span = begin("receive", context_of({"traceparent": manifest.traceparent}))
         self._incoming[manifest.key] = _Incoming(
-            sequence=sequence, writer=writer, started_s=self._clock(), span=span
+            sequence=sequence, writer=writer, number=number, started_s=self._clock(), span=span
         )
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
@@ -258,13 +118,18 @@ class CacheReceiver:
     def commit(self, end: EndRecord) -> None:
         """See `BlockSink.commit`."""
         with self._in_transfer(end.key) as incoming:
-            sequence = incoming.sequence
-            first_token = checked_first_token(end.first_token, sequence.request, self._spec)
-            caches = sequence.caches = incoming.writer.finish()
-            if all(cache.format.is_plain for cache in caches):
-                sequence.positions = tuple([cache.positions for cache in caches])
-            sequence.arrived = first_token, incoming.started_s
-            is_whole = self._is_whole(sequence)
+            sequence, is_whole = incoming.sequence, False
+            if incoming.number == 0:
+                first_token = checked_first_token(end.first_token, sequence.request, self._spec)
+                sequence.first = first_token, incoming.started_s
+            caches, joined = incoming.writer.finish(), sequence.joined
+            if joined is None or joined.end(incoming.number):
+                caches = sequence.caches = caches if joined is None else joined.finish()
+                if all(cache.format.is_plain for cache in caches):
+                    sequence.positions = tuple([cache.positions for cache in caches])
+                sequence.joined = None
+                sequence.arrived = sequence.first
+                is_whole = self._is_whole(sequence)
         del self._incoming[end.key]
         incoming.span.end()
         if is_whole:
@@ -354,9 +219,16 @@ class CacheReceiver:
                 sequence.close(error)
                 raise
 
-    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter]:
-        sequence = self._reservations.find(manifest.key)
+    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter, int]:
+        """Returns: also the number of the part."""
+        sequence, number = self._find(manifest)
         with sequence.lock:
+            if sequence.state is SequenceState.IN_TRANSFER and sequence.joined is not None:
+                try:
+                    return sequence, sequence.joined.open(number, manifest), number
+                except KvferryError as error:
+                    sequence.close(error)
+                    raise
             if sequence.state is not SequenceState.RESERVED:
                 raise LeaseExpired(
                     f"the reservation of transfer {manifest.key.transfer_id:#x} is {sequence.state.value}; "
@@ -384,8 +256,28 @@ class CacheReceiver:
                 assert self._ranks is not None
                 pinned = pinned.of_heads(0, self._ranks.spec.num_kv_heads)
             if self._ranks is not None and not is_part:
-                return sequence, self._ranks.writer(sequence, buffer, self._copier, pinned)
-            return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
+                writer: CacheWriter = self._ranks.writer(sequence, buffer, self._copier, pinned)
+            else:
+                writer = CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
+            spec = self._received_spec
+            if manifest.num_kv_heads < spec.num_kv_heads:
+                sequence.joined = JoinedParts(
+                    manifest, spec, sequence.plan, writer, is_delta=pinned is not None
+                )
+                writer = sequence.joined.open(number, manifest)
+            return sequence, writer, number
+
+    @property
+    def _received_spec(self) -> ModelSpec:
+        """Of this process's heads, if the other ranks take theirs."""
+        return self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
+
+    def _find(self, manifest: Manifest) -> tuple[Sequence, int]:
+        """The sequence, and which part of its heads is sent. Raises: LeaseExpired: there is none."""
+        for number, key in whole_keys(manifest, self._received_spec):
+            with contextlib.suppress(LeaseExpired):
+                return self._reservations.find(key), number
+        return self._reservations.find(manifest.key), 0
 
     def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
         """Lay the rows that prefill measured out in the reserved bytes, which suffice for any division."""
@@ -402,9 +294,7 @@ class CacheReceiver:
     def _check(self, manifest: Manifest, sequence: Sequence) -> None:
         """Raises: as `check_transfer`."""
         chain = sequence.pinned.chain if sequence.pinned is not None else None
-        # of its own heads, if the other ranks take theirs
-        spec = self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
-        check_transfer(manifest, sequence.resolved, chain, spec)
+        check_transfer(manifest, sequence.resolved, chain, spec_of_part(manifest, self._received_spec))
 
 
 def check_transfer(

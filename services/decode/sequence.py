@@ -33,6 +33,7 @@ from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.sender import OutgoingTransfer
 
 if TYPE_CHECKING:
+    from kvferry.services.decode.joined_parts import JoinedParts
     from kvferry.services.decode.rank_messages import PartArrived
 
 _log = structlog.get_logger(__name__)
@@ -146,8 +147,10 @@ class Sequence:
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
         prompt_bytes: of the prompt's cache in all ranks, if there are several.
-        arrived: the first token and the seconds at which the transfer began, once all blocks are there that
-            this process takes; `parts`: what other ranks have taken straight from prefill, by rank.
+        joined: this process's heads, while they come in parts.
+        first: the first token, and the seconds at which the transfer began that brought it.
+        arrived: the same, once all blocks are there that this process takes; `parts`: what other ranks have
+            taken straight from prefill, by rank.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
     """
@@ -177,6 +180,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
     prompt_bytes: int = 0
+    joined: JoinedParts | None = None
+    first: tuple[SampledToken, float] | None = None
     arrived: tuple[SampledToken, float] | None = None
     parts: dict[int, PartArrived] = field(default_factory=dict)
     committed_s: float | None = None
@@ -269,6 +274,7 @@ class Sequence:
             if self.state is SequenceState.CLOSED:
                 return False
             self.state = SequenceState.CLOSED
+            self.joined = None
             self.enter_stage("")
             self.release_retained()
             self.forget(self)  # before its bytes are released, which other ranks then no longer write to

@@ -1,7 +1,8 @@
-"""A prompt's transfer in parts: one to each rank of a decode worker, with the blocks of its KV heads."""
+"""A prompt's transfer in parts: blocks of some KV heads each, straight to the rank of decode with these."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,18 +11,22 @@ from kvferry.shared.cache.delta import NEW_ROWS, delta_parts
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import TransferFailed
-from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey, part_key
+from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, part_key
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 
 class PartedTransfer:
-    """Has what prefill uses of an `OutgoingTransfer`; see there. Each part is one, which is acknowledged by
-    its own rank. If one fails, all do.
+    """The heads of one rank of prefill, or of all. Has what prefill uses of an `OutgoingTransfer`; see there.
+    Each part is one, which is acknowledged by its own rank. If one fails, all do.
+
+        prefill   | rank 0    | rank 1    |        | 0   | 1   | 2   | 3   |
+        parts     | 0   | 1   | 2   | 3   |        | 0   | 1   | 2   | 3   |
+        decode    | 0   | 1   | 2   | 3   |        | rank 0    | rank 1    |
 
     Args:
-        ticket: with `part_endpoints`.
         manifest: of all heads.
-        formats: of the layers, of all heads.
+        formats: of the layers, of this rank's heads.
+        rank, num_ranks: of prefill, where each ships its heads itself.
 
     Raises: TransferFailed: the heads cannot be divided among so many ranks, or as `BlockSender.open`.
     """
@@ -34,20 +39,25 @@ class PartedTransfer:
         formats: Sequence[LayerFormat],
         *,
         timeout_s: float,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         endpoints = (ticket.endpoint, *ticket.part_endpoints)
-        num_heads, left = divmod(manifest.num_kv_heads, len(endpoints))
+        num_at_decode, left = divmod(manifest.num_kv_heads, len(endpoints))
         if left:
             raise TransferFailed(
                 f"the ticket has endpoints of {len(endpoints)} ranks; the model's {manifest.num_kv_heads} KV "
                 "heads must be a multiple of that",
                 reason="parts",
             )
+        num_own = manifest.num_kv_heads // num_ranks
+        num_heads = math.gcd(num_own, num_at_decode)
         self._formats = formats
         self._parts: list[OutgoingTransfer] = []
         try:
-            for rank, endpoint in enumerate(endpoints):
-                key = part_key(manifest.key, rank * num_heads)
+            for first in range(rank * num_own, (rank + 1) * num_own, num_heads):
+                endpoint = endpoints[first // num_at_decode]
+                key = part_key(manifest.key, first)
                 self._parts.append(
                     sender.open(
                         replace(ticket, endpoint=endpoint, transfer_id=key.transfer_id),
@@ -60,7 +70,7 @@ class PartedTransfer:
             raise
 
     def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
-        """See `OutgoingTransfer.send_layer`. Args: tensors: of all heads, on the host."""
+        """See `OutgoingTransfer.send_layer`. Args: tensors: of all its heads, on the host."""
         kinds = {its.name: its.kind for its in tensors}
         whole = {its.name: its.tensor for its in tensors}
         fmt, number = self._formats[layer], len(self._parts)
@@ -100,13 +110,9 @@ class PartedTransfer:
     def redirect(self, ticket: Ticket) -> None:
         """Parts are not sent again. Raises: TransferFailed ("resend")."""
         raise TransferFailed(
-            f"transfer {self.key} has {len(self._parts)} parts, which cannot be sent to another worker",
+            f"a transfer of {len(self._parts)} parts ({self._parts[0].key}) cannot be sent to another worker",
             reason="resend",
         )
-
-    @property
-    def key(self) -> TransferKey:
-        return self._parts[0].key
 
     @property
     def is_over(self) -> bool:

@@ -199,6 +199,11 @@ def delta_parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[
     return parts
 
 
+def delta_joined(parts: Sequence[Tensors]) -> Tensors:
+    """As `LayerFormat.joined`, of a delta's tensors."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
 @dataclass(frozen=True, eq=False)
 class DeltaLayer:
     """Decode's side of a delta of one layer of plain rows, with the `receive` and `open` of a `LayerFormat`.

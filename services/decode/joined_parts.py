@@ -1,0 +1,162 @@
+"""Puts a prompt's layers together that several ranks of prefill send, each some of this process's KV heads.
+
+Place in the request's path: between the block server's thread and the writer of the heads together.
+
+    part 0 ──layer──┐
+    part 1 ──layer──┼──► once all have it: `LayerFormat.joined` ──► writer, as if it had come from one sender
+    ...             ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvferry.services.decode.writer import ArenaCopier, CacheWriter
+from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
+from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, delta_joined
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.errors import MalformedMessage
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import (
+    MAX_PAYLOAD_BYTES,
+    BlockHeader,
+    LayerHeader,
+    Manifest,
+    TensorHeader,
+    TransferKey,
+    part_key,
+)
+
+
+def whole_keys(manifest: Manifest, spec: ModelSpec) -> Iterator[tuple[int, TransferKey]]:
+    """What a transfer may be: the number of a part, and the key of the transfer of all heads of `spec`."""
+    size = manifest.num_kv_heads
+    for number in range(max(1, spec.num_kv_heads // size)):
+        yield number, part_key(manifest.key, -number * size)
+
+
+def spec_of_part(manifest: Manifest, spec: ModelSpec) -> ModelSpec:
+    """The spec of a transfer's heads, if those of `spec` come in several; else `spec`."""
+    number, left = divmod(spec.num_kv_heads, manifest.num_kv_heads)
+    if left or number < 2:
+        return spec
+    return replace(spec, num_heads=spec.num_heads // number, num_kv_heads=manifest.num_kv_heads)
+
+
+class JoinedParts:
+    """The parts of one transfer. Used by one thread.
+
+    Args:
+        manifest: of the part that began first; the others' differ from it in their keys alone.
+        spec: of the heads together; plan: by which they are compressed.
+        writer: of the heads together.
+        is_delta: whether rows are left out.
+    """
+
+    def __init__(
+        self, manifest: Manifest, spec: ModelSpec, plan: ResolvedPlan, writer: CacheWriter, *, is_delta: bool
+    ) -> None:
+        self._manifest = manifest
+        self._writer = writer
+        self._is_delta = is_delta
+        # no new tokens: nothing is generated where a layer is put together
+        plan = replace(plan, max_new_tokens=1)
+        self._formats = make_formats(spec, plan)
+        self._part_formats = make_formats(spec_of_part(manifest, spec), plan)
+        self._num_parts = spec.num_kv_heads // manifest.num_kv_heads
+        self._opened: set[int] = set()
+        self._ended: set[int] = set()
+        self._waiting: dict[int, dict[int, Tensors]] = {}
+
+    def open(self, number: int, manifest: Manifest) -> CacheWriter:
+        """A part has begun. Raises: MalformedMessage: it is not one of these, or has begun before."""
+        expected = replace(self._manifest, key=manifest.key)
+        if number in self._opened or manifest != expected:
+            raise MalformedMessage(
+                f"part {number} of transfer {manifest.key.transfer_id:#x} was sent twice, or its manifest is "
+                "another one than that of the part before",
+                reason="parts",
+            )
+        self._opened.add(number)
+        return _PartWriter(self, number, self._part_formats, is_delta=self._is_delta)
+
+    def end(self, number: int) -> bool:
+        """A part has all layers. Returns: whether it was the last."""
+        self._ended.add(number)
+        return len(self._ended) == self._num_parts
+
+    def finish(self) -> tuple[LayerCache, ...]:
+        """See `CacheWriter.finish`."""
+        return self._writer.finish()
+
+    def add(self, number: int, layer: int, tensors: Tensors) -> None:
+        """A part's layer is there. Raises: as `CacheWriter.write`."""
+        parts = self._waiting.setdefault(layer, {})
+        parts[number] = tensors
+        if len(parts) < self._num_parts:
+            return
+        del self._waiting[layer]
+        in_order = [parts[its] for its in range(self._num_parts)]
+        join = delta_joined if self._is_delta else self._formats[layer].joined
+        self._write(layer, join(in_order))
+
+    def _write(self, layer: int, tensors: Tensors) -> None:
+        headers = [
+            TensorHeader(name=name, dtype=str(its.dtype).removeprefix("torch."), shape=tuple(its.shape))
+            for name, its in tensors.items()
+        ]
+        self._writer.begin_layer(LayerHeader(layer=layer, tensors=tuple(headers)))
+        for number, tensor in enumerate(tensors.values()):
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            for offset in range(0, len(flat), MAX_PAYLOAD_BYTES):
+                header = BlockHeader(
+                    key=self._manifest.key,
+                    sequence=0,
+                    layer=layer,
+                    tensor=number,
+                    tensor_bytes=len(flat),
+                    offset=offset,
+                )
+                self._writer.write(header, flat[offset : offset + MAX_PAYLOAD_BYTES].numpy().data)
+
+
+class _PartWriter(CacheWriter):
+    """Writes one part's layers to host memory, each to its own."""
+
+    def __init__(
+        self, joined: JoinedParts, number: int, formats: tuple[LayerFormat, ...], *, is_delta: bool
+    ) -> None:
+        layouts = {id(fmt): sequence_layout((fmt,)) for fmt in formats}
+        layers = tuple(layouts[id(fmt)].layers[0] for fmt in formats)
+        whole = SequenceLayout(layers=layers, size_bytes=max(its.size_bytes for its in layouts.values()))
+        super().__init__(whole, torch.empty(0), ArenaCopier(0, torch.device("cpu")))
+        self._joined = joined
+        self._number = number
+        self._is_delta = is_delta
+
+    def begin_layer(self, header: LayerHeader) -> None:
+        self._buffer = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
+        super().begin_layer(header)
+
+    def finish(self) -> tuple[LayerCache, ...]:
+        """Nothing; see `JoinedParts.finish`. Raises: as the base class."""
+        self._check_complete()
+        return ()
+
+    def _open_when_complete(self) -> None:
+        if self._missing_bytes:
+            return
+        tensors: dict[str, Tensor] = self._tensors
+        self._tensors, self._pieces, self._regions = {}, [], {}
+        self._num_layers += 1
+        self._joined.add(self._number, self._num_layers - 1, tensors)
+
+    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
+        fmt = self._layout.layers[layer].format
+        return DeltaLayer(fmt, layer, RetainedChain(selections=()), ()) if self._is_delta else fmt
