@@ -1,12 +1,13 @@
 """Compression time as a share of prefill on the CPU.
 
     python benchmarks/compression_cost.py [--lengths 4096 8192] [--rounds 7] [--threads N]
-        [--methods NAME ...] [--output FILE]
+        [--task NAME] [--methods NAME ...] [--output FILE]
 
 The demo model runs a prompt; then each method compresses all layers of that prompt. Prefill and the methods
 alternate, so that other work of the machine slows all of them alike. Times are the process's own CPU time:
 medians of one run, the first round not counted. The demo model is small, and compression takes a larger share
-of a small model's prefill: its cost per layer does not depend on the model's width.
+of a small model's prefill: its cost per layer does not depend on the model's width. A draft ends where the
+answer does, so `rdkv-draft` drafts all its tokens only of a task with a long answer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvferry.tools.recall.tasks import TASKS
 
 BOUNDS = {"snapkv": 0.03, "rocketkv": 0.03, "compactor": 0.06, "rdkv": 0.10}
 """The largest share of prefill that a method may take; those of `--methods` have none."""
+TASK = "multi_key_8"
 ANSWER_TOKENS = 64
 """Left free in the model's window."""
 
@@ -68,10 +70,12 @@ def compression(model: TransformersModel, captured: CapturedPrompt, method: str)
     return compress
 
 
-def measure(model: TransformersModel, num_tokens: int, rounds: int, methods: Sequence[str]) -> dict[str, Any]:
+def measure(
+    model: TransformersModel, task: str, num_tokens: int, rounds: int, methods: Sequence[str]
+) -> dict[str, Any]:
     """The medians of one prompt length, in milliseconds, and each method's share of prefill."""
     longest = model.spec.max_model_len - ANSWER_TOKENS
-    example = TASKS["multi_key_8"].example(num_tokens=min(num_tokens, longest), seed=0)
+    example = TASKS[task].example(num_tokens=min(num_tokens, longest), seed=0)
     prompt, generator = example.prompt_token_ids, OneProcessGenerator(model)
     captured = generator.capture(prompt)
     calls: dict[str, Callable[[], object]] = {"prefill": lambda: generator.capture(prompt)}
@@ -92,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], help="prompt tokens")
     parser.add_argument("--methods", nargs="+", default=[*BOUNDS], help="NAME or NAME:PARAMETER=VALUE")
+    parser.add_argument("--task", choices=TASKS, default=TASK, help="what the prompt asks")
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds")
     parser.add_argument("--threads", type=int, default=1, help="torch's")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
@@ -102,17 +107,20 @@ def main() -> int:
     cells = []
     with torch.inference_mode():
         for num_tokens in arguments.lengths:
-            cells.append(cell := measure(model, num_tokens, arguments.rounds, arguments.methods))
+            cells.append(
+                cell := measure(model, arguments.task, num_tokens, arguments.rounds, arguments.methods)
+            )
             shares = "  ".join(f"{name} {100 * its:.1f} %" for name, its in cell["share_of_prefill"].items())
             prefill_ms = cell["cpu_ms"]["prefill"]
             sys.stdout.write(f"{cell['tokens']:6} tokens  prefill {prefill_ms:8.1f} ms  {shares}\n")
             sys.stdout.flush()
     if arguments.output:
+        asked = "" if arguments.task == TASK else f" --task {arguments.task}"
         chosen = "" if arguments.methods == [*BOUNDS] else f" --methods {' '.join(arguments.methods)}"
         result = {
             "command": (
                 f"python benchmarks/compression_cost.py --lengths {' '.join(map(str, arguments.lengths))} "
-                f"--rounds {arguments.rounds} --threads {arguments.threads}{chosen}"
+                f"--rounds {arguments.rounds} --threads {arguments.threads}{asked}{chosen}"
             ),
             "commit": measured_at,
             "cpu": cpu_name(),
