@@ -144,7 +144,7 @@ heads. The types that `tests/shared/model/test_parallel.py` checks against one r
 
 Not: quantised weights, states, latent rows, layers with different numbers of heads or that share KV, and
 types whose queries and keys are normalised over all heads.
-A decode worker of several ranks takes every method but `adakv`, whose heads differ in rows.
+A decode worker of several ranks takes every method.
 
 ## Model types
 

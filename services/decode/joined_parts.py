@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvferry.services.decode.writer import ArenaCopier, CacheWriter
-from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
+from kvferry.shared.cache.arena import LayerLayout, SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, delta_joined
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.errors import MalformedMessage
 from kvferry.shared.model.spec import ModelSpec
@@ -56,20 +56,30 @@ class JoinedParts:
         manifest: of the part that began first; the others' differ from it in their keys alone.
         spec: of the heads together; plan: by which they are compressed.
         writer: of the heads together.
+        num_ranks: in how many such transfers the model's heads come.
         is_delta: whether rows are left out.
     """
 
     def __init__(
-        self, manifest: Manifest, spec: ModelSpec, plan: ResolvedPlan, writer: CacheWriter, *, is_delta: bool
+        self,
+        manifest: Manifest,
+        spec: ModelSpec,
+        plan: ResolvedPlan,
+        writer: CacheWriter,
+        *,
+        num_ranks: int,
+        is_delta: bool,
     ) -> None:
         self._manifest = manifest
         self._writer = writer
         self._is_delta = is_delta
         # no new tokens: nothing is generated where a layer is put together
         plan = replace(plan, max_new_tokens=1)
-        self._formats = make_formats(spec, plan)
-        self._part_formats = make_formats(spec_of_part(manifest, spec), plan)
         self._num_parts = spec.num_kv_heads // manifest.num_kv_heads
+        self._formats = make_formats(spec, plan, num_parts=num_ranks)
+        self._part_formats = make_formats(
+            spec_of_part(manifest, spec), plan, num_parts=num_ranks * self._num_parts
+        )
         self._opened: set[int] = set()
         self._ended: set[int] = set()
         self._waiting: dict[int, dict[int, Tensors]] = {}
@@ -94,6 +104,11 @@ class JoinedParts:
     def finish(self) -> tuple[LayerCache, ...]:
         """See `CacheWriter.finish`."""
         return self._writer.finish()
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """See `CacheWriter.layout`."""
+        return self._writer.layout
 
     def add(self, number: int, layer: int, tensors: Tensors) -> None:
         """A part's layer is there. Raises: as `CacheWriter.write`."""
@@ -132,17 +147,16 @@ class _PartWriter(CacheWriter):
     def __init__(
         self, joined: JoinedParts, number: int, formats: tuple[LayerFormat, ...], *, is_delta: bool
     ) -> None:
-        layouts = {id(fmt): sequence_layout((fmt,)) for fmt in formats}
-        layers = tuple(layouts[id(fmt)].layers[0] for fmt in formats)
-        whole = SequenceLayout(layers=layers, size_bytes=max(its.size_bytes for its in layouts.values()))
-        super().__init__(whole, torch.empty(0), ArenaCopier(0, torch.device("cpu")))
+        super().__init__(sequence_layout(formats), torch.empty(0), ArenaCopier(0, torch.device("cpu")))
+        self._formats = formats
         self._joined = joined
         self._number = number
         self._is_delta = is_delta
 
-    def begin_layer(self, header: LayerHeader) -> None:
-        self._buffer = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
-        super().begin_layer(header)
+    def _place(self, header: Specs) -> LayerLayout:
+        layout = sequence_layout((self._formats[self._num_layers].sized(header),))
+        self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        return layout.layers[0]
 
     def finish(self) -> tuple[LayerCache, ...]:
         """Nothing; see `JoinedParts.finish`. Raises: as the base class."""
@@ -158,5 +172,5 @@ class _PartWriter(CacheWriter):
         self._joined.add(self._number, self._num_layers - 1, tensors)
 
     def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        fmt = self._layout.layers[layer].format
+        fmt = self._its_format
         return DeltaLayer(fmt, layer, RetainedChain(selections=()), ()) if self._is_delta else fmt

@@ -48,7 +48,8 @@ class ExpectedPart:
     Attributes:
         key: the reservation's.
         resolved: the reservation's plan; room: new tokens for which there is room.
-        layout: of the rank's heads; of measured plans, once the manifest is there.
+        layout: of the rank's heads; of measured plans, once the manifest is there; where heads have different
+            numbers of rows, once all layers are.
         buffer: uint8, the range of the arena.
         pinned: rows that the transfer may leave out.
         caches: every layer, once it has arrived.
@@ -76,14 +77,22 @@ class PartReceiver:
     Args:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
+        num_parts: the number of ranks.
         note: tells the leading rank.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, first_head: int, device: torch.device, note: Callable[[object], None]
+        self,
+        spec: ModelSpec,
+        *,
+        first_head: int,
+        num_parts: int,
+        device: torch.device,
+        note: Callable[[object], None],
     ) -> None:
         self._spec = spec
         self._first_head = first_head
+        self._num_parts = num_parts
         self._note = note
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
         self._condition = threading.Condition()
@@ -134,7 +143,14 @@ class PartReceiver:
                 pinned = part.pinned.first(manifest.retained_depth, manifest.retained_tokens)
             writer = CacheWriter(part.layout, part.buffer, self._copier, pinned=pinned)
             if manifest.num_kv_heads < self._spec.num_kv_heads:
-                part.joined = JoinedParts(manifest, self._spec, plan, writer, is_delta=pinned is not None)
+                part.joined = JoinedParts(
+                    manifest,
+                    self._spec,
+                    plan,
+                    writer,
+                    num_ranks=self._num_parts,
+                    is_delta=pinned is not None,
+                )
                 writer = part.joined.open(number, manifest)
             self._incoming[manifest.key] = part, writer, number
             part.layer_rows = manifest.layer_rows
@@ -164,13 +180,13 @@ class PartReceiver:
                 self._fail(its[0], TransferFailed(message, reason=reason))
 
     def _finish(self, part: ExpectedPart, writer: CacheWriter, number: int) -> None:
-        caches = writer.finish()
+        caches, layout = writer.finish(), writer.layout
         if part.joined is not None:
             if not part.joined.end(number):
                 return
-            caches = part.joined.finish()
+            caches, layout = part.joined.finish(), part.joined.layout
             part.joined = None
-        part.caches = list(caches)
+        part.caches, part.layout = list(caches), layout
         positions: Sequence[Positions | None] = ()
         if all(cache.format.is_plain for cache in part.caches):
             positions = [cache.positions for cache in part.caches]
@@ -179,6 +195,7 @@ class PartReceiver:
                 key=part.key,
                 layer_rows=part.layer_rows,
                 prompt_bytes=sum(cache.used_bytes(0) for cache in part.caches),
+                size_bytes=part.layout.size_bytes,
                 positions=tuple(positions),
             )
         )
@@ -223,7 +240,10 @@ class PartReceiver:
 
     def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
         with_room = replace(plan, max_new_tokens=part.room)
-        return sequence_layout(make_formats(self._spec, with_room, returns_generated=part.returns_generated))
+        formats = make_formats(
+            self._spec, with_room, returns_generated=part.returns_generated, num_parts=self._num_parts
+        )
+        return sequence_layout(formats)
 
     def _fail(self, part: ExpectedPart, error: KvferryError) -> None:
         self._note(PartFailed(key=part.key, nack=encode_nack(error)))

@@ -109,12 +109,14 @@ class PartArrived:
         key: the reservation's.
         layer_rows: as of the part's manifest.
         prompt_bytes: of the rank's part of the prompt's cache.
+        size_bytes: of its layout.
         positions: as of `Sequence`, of the rank's heads.
     """
 
     key: TransferKey
     layer_rows: tuple[int, ...]
     prompt_bytes: int
+    size_bytes: int
     positions: tuple[Positions | None, ...]
 
 

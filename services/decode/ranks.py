@@ -51,10 +51,17 @@ from kvferry.services.decode.sequence import PinnedRows, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
 from kvferry.services.decode.writer import ArenaCopier, CacheWriter, layer_failed
-from kvferry.shared.cache.arena import Allocation, SequenceLayout, header_of, place_layer, sequence_layout
+from kvferry.shared.cache.arena import (
+    Allocation,
+    ArrivingLayout,
+    SequenceLayout,
+    header_of,
+    place_layer,
+    sequence_layout,
+)
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RowNumbers
 from kvferry.shared.compression.formats import format_class, make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.errors import (
@@ -126,13 +133,12 @@ class DecodeRanks:
         return tuple(name for name in names if format_class(preset(name).representation).divides)
 
     def check(self, layout: SequenceLayout, method: str) -> None:
-        """Raises: InvalidRequest: a layer's format cannot be divided."""
+        """Raises: InvalidRequest: a layer's format, of another package, cannot be divided."""
         for layer in layout.layers:
             if not layer.format.divides:
                 raise InvalidRequest(
-                    f"method {method!r} gives KV heads different numbers of rows (format "
-                    f"{layer.format.name!r}), which cannot be divided among the {self.num_ranks} ranks of "
-                    "this decode worker",
+                    f"format {layer.format.name!r} of method {method!r} cannot be divided among the "
+                    f"{self.num_ranks} ranks of this decode worker",
                     param="kv_compression.method",
                 )
 
@@ -155,7 +161,8 @@ class DecodeRanks:
     def put_together(self, sequence: Sequence) -> None:
         """What is known of a sequence of all heads, when all parts have arrived.
 
-        Raises: ProtocolMismatch: prefill measured other rows for some heads than for others.
+        Raises: ProtocolMismatch: prefill measured other rows for some heads than for others, or all heads
+            together have more or fewer rows than the plan says.
         """
         parts = [sequence.parts[rank] for rank in range(1, self.num_ranks)]
         assert sequence.manifest is not None
@@ -168,10 +175,23 @@ class DecodeRanks:
                 )
         own_bytes = sum(cache.used_bytes(0) for cache in sequence.caches)
         sequence.prompt_bytes = own_bytes + sum(part.prompt_bytes for part in parts)
+        if sequence.is_uneven:
+            self._check_together(sequence)
+        sequence.excess_bytes = max(0, *(part.size_bytes - sequence.layout.size_bytes for part in parts))
         of_ranks = [sequence.positions, *(part.positions for part in parts)]
         sequence.positions = tuple(
             None if layer[0] is None else np.concatenate(layer) for layer in zip(*of_ranks, strict=True)
         )
+
+    def _check_together(self, sequence: Sequence) -> None:
+        """Where each part has its own number of rows: whether their bytes are those of the whole."""
+        whole = sum(its.used_bytes(0) for its in make_formats(self._whole_spec, sequence.plan))
+        if sequence.prompt_bytes != whole:
+            raise ProtocolMismatch(
+                f"the parts of {self.num_ranks} ranks have {sequence.prompt_bytes} bytes together; the "
+                f"plan's layers have {whole}",
+                reason="parts",
+            )
 
     def writer(
         self, sequence: Sequence, buffer: Tensor, copier: ArenaCopier, pinned: PinnedRows | None
@@ -337,6 +357,7 @@ class DividedWriter(CacheWriter):
         self._ranks = ranks
         self._sequence = sequence
         self._own_buffer = buffer
+        self._of_ranks = [ArrivingLayout(sequence.layout) for _ in range(ranks.num_ranks)]
         self._prompt_bytes = 0
         self._chain: RetainedChain | None = None
         if pinned is not None:
@@ -348,9 +369,9 @@ class DividedWriter(CacheWriter):
         if self._missing_bytes:
             return
         layer = self._num_layers
-        fmt, its_layout = self._format(layer), self._sequence.layout.layers[layer]
+        fmt = self._format(layer)
         try:
-            whole = self._layout.layers[layer].format
+            whole = self._its_format
             if isinstance(fmt, DeltaLayer):
                 fmt.find(self._tensors)
                 index = self._tensors.get("index")
@@ -362,27 +383,39 @@ class DividedWriter(CacheWriter):
                 positions = cache.positions
                 self._prompt_bytes += cache.used_bytes(0)
             whole.check_finite(self._tensors)
-            own, *others = fmt.parts(self._tensors, self._ranks.num_ranks)
-            own_format = its_layout.format if self._chain is None else self._own_delta(layer)
-            regions = its_layout.views(self._own_buffer)
-            for part in others:  # a layer that fits may be divided unevenly
-                own_format.receive(header_of(part), regions)
+            parts = fmt.parts(self._tensors, self._ranks.num_ranks)
+            headers = [header_of(part) for part in parts]
+            layouts = [its.next(header) for its, header in zip(self._of_ranks, headers, strict=True)]
+            regions = layouts[0].views(self._own_buffer)
+            for its, header in zip(layouts[1:], headers[1:], strict=True):
+                # a layer that fits may be divided unevenly
+                self._part_format(layer, its.format).receive(header, regions)
+            own, *others = parts
             self._ranks.layer(self._sequence, others)
-            own_cache = place_layer(own_format, regions, own)
+            own_cache = place_layer(self._part_format(layer, layouts[0].format), regions, own)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         own_cache.positions = positions  # of all heads, as prefill knows them
         self._caches.append(own_cache)
         self._num_layers += 1
         self._tensors, self._pieces = {}, []
-        if self._num_layers == len(self._layout.layers):
+        if self._num_layers == self._all_layers:
+            sizes = [its.layout.size_bytes for its in self._of_ranks]
             self._sequence.prompt_bytes = self._prompt_bytes
+            self._sequence.excess_bytes = max(sizes) - sizes[0]
 
-    def _own_delta(self, layer: int) -> DeltaLayer:
-        assert self._chain is not None
+    @property
+    def layout(self) -> SequenceLayout:
+        """Of this rank's part."""
+        return self._of_ranks[0].layout
+
+    def _part_format(self, layer: int, fmt: LayerFormat) -> LayerFormat | DeltaLayer:
+        """What receives this rank's part of a layer. Args: fmt: the part's."""
+        if self._chain is None:
+            return fmt
         assert self._pinned is not None
         rows = [layers[layer] for layers in self._pinned.layers]
-        return DeltaLayer(self._sequence.layout.layers[layer].format, layer, self._chain, rows)
+        return DeltaLayer(fmt, layer, self._chain, rows)
 
 
 class RanksRunner(StepRunner):

@@ -20,7 +20,7 @@ from kvferry.services.decode.rank_messages import PartArrived, PartFailed
 from kvferry.services.decode.sequence import Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompts
 from kvferry.services.decode.writer import ArenaCopier, CacheWriter
-from kvferry.shared.cache.arena import ByteArena, sequence_layout
+from kvferry.shared.cache.arena import Allocation, ByteArena, sequence_layout
 from kvferry.shared.cache.delta import RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
@@ -67,6 +67,7 @@ class CacheReceiver:
     Args:
         ranks: the worker's other ranks, which get their heads of each layer.
         prompts: gets the prompts that siblings share.
+        shrink: releases what an allocation has beyond this many bytes.
         submit: passes a complete sequence and its first token to the engine.
     """
 
@@ -79,11 +80,13 @@ class CacheReceiver:
         *,
         prompts: SharedPrompts,
         clock: Callable[[], float],
+        shrink: Callable[[Allocation, int], Allocation],
         submit: Callable[[Sequence, SampledToken], None],
         ranks: DecodeRanks | None = None,
     ) -> None:
         self._ranks = ranks
         self._spec = spec
+        self._shrink = shrink
         self._arena = arena
         self._reservations = reservations
         self._metrics = metrics
@@ -124,7 +127,10 @@ class CacheReceiver:
                 sequence.first = first_token, incoming.started_s
             caches, joined = incoming.writer.finish(), sequence.joined
             if joined is None or joined.end(incoming.number):
-                caches = sequence.caches = caches if joined is None else joined.finish()
+                layout = incoming.writer.layout
+                if joined is not None:
+                    caches, layout = joined.finish(), joined.layout
+                sequence.caches, sequence.layout = caches, layout
                 if all(cache.format.is_plain for cache in caches):
                     sequence.positions = tuple([cache.positions for cache in caches])
                 sequence.joined = None
@@ -176,6 +182,8 @@ class CacheReceiver:
         if sequence.request.num_siblings:
             self._prompts.put(sequence)
         self._arena.advance(sequence.allocation, "running")
+        if sequence.is_uneven:
+            sequence.allocation = self._shrink(sequence.allocation, sequence.size_bytes(sequence.layout))
         sequence.committed_s = self._clock()
         sequence.state = SequenceState.READY
         return True
@@ -262,7 +270,12 @@ class CacheReceiver:
             spec = self._received_spec
             if manifest.num_kv_heads < spec.num_kv_heads:
                 sequence.joined = JoinedParts(
-                    manifest, spec, sequence.plan, writer, is_delta=pinned is not None
+                    manifest,
+                    spec,
+                    sequence.plan,
+                    writer,
+                    num_ranks=self._spec.num_kv_heads // spec.num_kv_heads,
+                    is_delta=pinned is not None,
                 )
                 writer = sequence.joined.open(number, manifest)
             return sequence, writer, number
@@ -286,7 +299,12 @@ class CacheReceiver:
         sequence.plan = measured_plan(manifest, sequence.resolved)
         with_room = replace(sequence.plan, max_new_tokens=sequence.room)
         spec = self._spec if self._ranks is None else self._ranks.spec
-        formats = make_formats(spec, with_room, returns_generated=sequence.request.store_history)
+        formats = make_formats(
+            spec,
+            with_room,
+            returns_generated=sequence.request.store_history,
+            num_parts=1 if self._ranks is None else self._ranks.num_ranks,
+        )
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)

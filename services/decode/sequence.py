@@ -136,7 +136,8 @@ class Sequence:
                                 and released the bytes or handed them over; after that, its thread closes
 
     Attributes:
-        layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted.
+        layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted;
+            where the heads of each rank have other sizes, with room for the largest until all have arrived.
         room: new tokens for which the layout has room; `memory.py` adds more.
         assembler: finds stop strings; None if there are none.
         stop_token_ids: ids that end the completion, including the model's own unless they are ignored.
@@ -147,6 +148,8 @@ class Sequence:
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
         prompt_bytes: of the prompt's cache in all ranks, if there are several.
+        excess_bytes: what the largest layout of a rank takes beyond this one's. The range of the arena is the
+            same in every rank.
         joined: this process's heads, while they come in parts.
         first: the first token, and the seconds at which the transfer began that brought it.
         arrived: the same, once all blocks are there that this process takes; `parts`: what other ranks have
@@ -180,6 +183,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
     prompt_bytes: int = 0
+    excess_bytes: int = 0
     joined: JoinedParts | None = None
     first: tuple[SampledToken, float] | None = None
     arrived: tuple[SampledToken, float] | None = None
@@ -211,6 +215,16 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens that may still be generated."""
         return self.request.sampling.max_tokens - self.num_tokens
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is divided among ranks whose parts have different sizes."""
+        formats = [layer.format for layer in self.layout.layers]
+        return any(fmt.shares_rows and fmt.shape.num_parts > 1 for fmt in formats)
+
+    def size_bytes(self, layout: SequenceLayout) -> int:
+        """What a range must have that this layout, and that of every other rank, fits."""
+        return layout.size_bytes + self.excess_bytes
 
     def take(self, token: SampledToken) -> FinishReason | None:
         """Add a token to the completion. Returns why the completion ends with it, or None."""

@@ -193,6 +193,7 @@ class DecodeService:
             metrics,
             prompts=self._prompts,
             clock=clock,
+            shrink=self._scheduler.shrink,
             submit=self._engine.submit,
             ranks=ranks,
         )
@@ -364,12 +365,21 @@ class DecodeService:
         else:
             plans = laid_out = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
         layouts = [
-            self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
+            self._memory.layout(
+                plan,
+                room,
+                returns_generated=request.store_history,
+                like=shared.layout if shared is not None else None,
+            )
+            for plan in laid_out
         ]
+        excess_bytes = shared.excess_bytes if shared is not None else 0
         if self._ranks is not None:
             self._ranks.check(layouts[0], request.plan.method)
         sizes_bytes = [
-            measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
+            measured_limit_bytes(layout)
+            if shared is None and is_measured(plan)
+            else layout.size_bytes + excess_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
         grammar = request.sampling.grammar
@@ -415,6 +425,7 @@ class DecodeService:
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
             release=self._scheduler.release,
             forget=self._reservations.remove if self._ranks is None else self._forget,
+            excess_bytes=excess_bytes,
         )
         # only plain rows can be reused
         if shared is None and all(layer.format.is_plain for layer in layout.layers):

@@ -32,7 +32,8 @@ class SharedPrompt:
         requested: the plan that the request asked for; `resolved` and `plan` are as of `Sequence`.
         room: new tokens for which `caches` have room.
         transfer_id: of the transfer that brought it.
-        prompt_bytes: as of `Sequence`.
+        layout: of `caches`.
+        prompt_bytes, excess_bytes: as of `Sequence`.
     """
 
     token_ids: tuple[int, ...]
@@ -41,8 +42,10 @@ class SharedPrompt:
     plan: ResolvedPlan
     room: int
     caches: tuple[LayerCache, ...]
+    layout: SequenceLayout
     transfer_id: int
     prompt_bytes: int
+    excess_bytes: int
 
     def copied(self, layout: SequenceLayout, buffer: torch.Tensor) -> tuple[LayerCache, ...]:
         """The layers of a sequence of its own. Args: layout: with room for as many tokens, or more."""
@@ -96,8 +99,10 @@ class SharedPrompts:
                 cache.copied(layer.format, layer.views(buffer))
                 for cache, layer in zip(sequence.caches, layout.layers, strict=True)
             ),
+            layout=layout,
             transfer_id=sequence.key.transfer_id,
             prompt_bytes=sequence.prompt_bytes,
+            excess_bytes=sequence.excess_bytes,
         )
         if self._ranks is not None:
             self._ranks.share(sequence, prompt)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvferry.services.decode.sequence import PinnedRows
-from kvferry.shared.cache.arena import SequenceLayout
+from kvferry.shared.cache.arena import ArrivingLayout, LayerLayout, SequenceLayout
 from kvferry.shared.cache.delta import DeltaLayer
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat, Specs
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.messages import BlockHeader, LayerHeader
@@ -62,7 +62,9 @@ class CacheWriter:
     def __init__(
         self, layout: SequenceLayout, buffer: Tensor, copier: ArenaCopier, *, pinned: PinnedRows | None = None
     ) -> None:
-        self._layout = layout
+        self._arriving = ArrivingLayout(layout)
+        self._all_layers = len(layout.layers)
+        self._current: LayerLayout | None = None
         self._buffer = buffer
         self._copier = copier
         self._pinned = pinned
@@ -81,13 +83,14 @@ class CacheWriter:
                 format.
         """
         layer = self._num_layers
-        if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
+        if header.layer != layer or layer == self._all_layers or self._missing_bytes:
             raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
         specs = {
             its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
         }
-        self._regions = self._layout.layers[layer].views(self._buffer)
         try:
+            self._current = self._place(specs)
+            self._regions = self._current.views(self._buffer)
             self._tensors = self._format(layer).receive(specs, self._regions)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
@@ -126,7 +129,7 @@ class CacheWriter:
         return tuple(self._caches)
 
     def _check_complete(self) -> None:
-        if self._num_layers != len(self._layout.layers):
+        if self._num_layers != self._all_layers:
             raise TransferFailed(
                 f"layer {self._num_layers} is incomplete: {self._missing_bytes} bytes are missing",
                 reason="incomplete",
@@ -138,15 +141,30 @@ class CacheWriter:
         layer = self._num_layers
         try:
             cache = self._format(layer).open(self._regions, self._tensors)
-            self._layout.layers[layer].format.check_finite(self._tensors)
+            self._its_format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         self._caches.append(cache)
         self._num_layers += 1
         self._tensors, self._pieces = {}, []
 
+    @property
+    def layout(self) -> SequenceLayout:
+        """What the layers take, once all have arrived."""
+        return self._arriving.layout
+
+    def _place(self, header: Specs) -> LayerLayout:
+        """Where the next layer is written. Raises: InvalidTensors: it is larger than it may be."""
+        return self._arriving.next(header)
+
+    @property
+    def _its_format(self) -> LayerFormat:
+        """That of the layer that has begun."""
+        assert self._current is not None, "no layer has begun"
+        return self._current.format
+
     def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        fmt = self._layout.layers[layer].format
+        fmt = self._its_format
         if self._pinned is None:
             return fmt
         return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])

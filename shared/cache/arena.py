@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -61,7 +61,7 @@ class ByteArena:
 
         reserve ──► reserved ──► in_transfer ──► running ──► retained ──► free
            │            └──────────────┴────────────┴────────────────────► free
-           └──────── a running sequence moves ─────► running
+           └──────── a running sequence moves ─────► running ──shrink──► running, its end free
 
     Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
     exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
@@ -196,15 +196,25 @@ class ByteArena:
         with self.lock:
             state = self._state_of(allocation)
             del self._allocations[allocation.offset], self._states[allocation.offset]
-            start, end = allocation.offset, allocation.offset + allocation.size_bytes
-            i = bisect.bisect_left(self._free, (start, 0))
-            if i < len(self._free) and self._free[i][0] == end:
-                end += self._free.pop(i)[1]
-            if i > 0 and sum(self._free[i - 1]) == start:
-                i -= 1
-                start = self._free.pop(i)[0]
-            self._free.insert(i, (start, end - start))
-            self._move(allocation.size_bytes, state, "free")
+            self._give_back(allocation.offset, allocation.size_bytes, state)
+
+    def shrink(self, allocation: Allocation, size_bytes: int) -> Allocation:
+        """Release the end of a range; what is left begins where it did and has the same state.
+
+        Args: size_bytes: as of `reserve`; at most the allocation's.
+        Raises:
+            KvferryError: the allocation does not exist.
+        """
+        needed = self.needed_bytes(size_bytes)
+        released = allocation.size_bytes - needed
+        assert released >= 0, f"allocation has {allocation.size_bytes} bytes; it cannot become {needed}"
+        if not released:
+            return allocation
+        with self.lock:
+            state = self._state_of(allocation)
+            smaller = self._allocations[allocation.offset] = replace(allocation, size_bytes=needed)
+            self._give_back(allocation.offset + needed, released, state)
+        return smaller
 
     def buffer(self, allocation: Allocation) -> Tensor:
         """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
@@ -234,6 +244,18 @@ class ByteArena:
                 raise KvferryError(
                     f"arena of {self.size_bytes} bytes: ranges {counted}, counts {self._bytes}"
                 )
+
+    def _give_back(self, start: int, size_bytes: int, state: AllocationState) -> None:
+        """Add a range to the free ones, joined with its neighbours."""
+        end = start + size_bytes
+        i = bisect.bisect_left(self._free, (start, 0))
+        if i < len(self._free) and self._free[i][0] == end:
+            end += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == start:
+            i -= 1
+            start = self._free.pop(i)[0]
+        self._free.insert(i, (start, end - start))
+        self._move(size_bytes, state, "free")
 
     def _take(self, needed: int) -> int:
         for i, (offset, size) in enumerate(self._free):
@@ -331,17 +353,62 @@ class SequenceLayout:
     size_bytes: int
 
 
-def sequence_layout(formats: tuple[LayerFormat, ...]) -> SequenceLayout:
+def sequence_layout(formats: Iterable[LayerFormat]) -> SequenceLayout:
     """Place the regions of every layer one after another."""
-    layers, offset = [], 0
+    layers, offset = list[LayerLayout](), 0
     for fmt in formats:
-        regions = {}
-        for name, wanted in fmt.regions().items():
-            region = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
-            offset += align(region.size_bytes)
-            regions[name] = region
-        layers.append(LayerLayout(format=fmt, regions=regions))
+        layer, offset = _placed(fmt, offset)
+        layers.append(layer)
     return SequenceLayout(layers=tuple(layers), size_bytes=offset)
+
+
+def _placed(fmt: LayerFormat, offset: int) -> tuple[LayerLayout, int]:
+    """A layer whose regions begin there, and where they end."""
+    regions = {}
+    for name, wanted in fmt.regions().items():
+        region = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
+        offset += align(region.size_bytes)
+        regions[name] = region
+    return LayerLayout(format=fmt, regions=regions), offset
+
+
+def layout_like(formats: Iterable[LayerFormat], like: Iterable[LayerFormat]) -> SequenceLayout:
+    """The layout of formats that have the tensors of these layers; see `LayerFormat.sized`.
+
+    Args: formats: of the same plan, with room for as many new tokens or for others.
+    """
+    return sequence_layout(fmt.sized(its.tensors()) for fmt, its in zip(formats, like, strict=True))
+
+
+class ArrivingLayout:
+    """The layout of a sequence whose layers arrive in order. Where the sizes of a layer are known only when
+    it is announced (`LayerFormat.sized`), it takes what it needs, and the next one follows it.
+
+    Args: planned: with as much room for each layer as it may need.
+
+    Attributes:
+        layout: `planned`, and in the end what the layers have taken, which is as large or smaller.
+    """
+
+    def __init__(self, planned: SequenceLayout) -> None:
+        self.layout = planned
+        self._planned = planned
+        self._layers: list[LayerLayout] = []
+        self._end: int | None = None
+        """Of the last layer; None as long as all have the planned sizes."""
+
+    def next(self, header: Specs) -> LayerLayout:
+        """The next layer. Raises: InvalidTensors: it is larger than planned."""
+        planned = self._planned.layers[len(self._layers)]
+        fmt = planned.format.sized(header)
+        if self._end is None and fmt is not planned.format:
+            self._end = min(its.offset for its in planned.regions.values())
+        if self._end is not None:
+            planned, self._end = _placed(fmt, self._end)
+        self._layers.append(planned)
+        if self._end is not None and len(self._layers) == len(self._planned.layers):
+            self.layout = SequenceLayout(layers=tuple(self._layers), size_bytes=self._end)
+        return planned
 
 
 def measured_limit_bytes(layout: SequenceLayout) -> int:

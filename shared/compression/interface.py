@@ -65,6 +65,7 @@ class LayerShape:
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
         state: as of `LayerSpec`; such a layer has nothing else.
+        num_parts: in how many equal parts the layer's heads are divided, of which this is one.
     """
 
     num_prompt_tokens: int
@@ -77,6 +78,7 @@ class LayerShape:
     returns_generated: bool = False
     fingerprint: str = ""
     state: tuple[StateSpec, ...] = ()
+    num_parts: int = 1
 
     @property
     def num_new_rows(self) -> int:

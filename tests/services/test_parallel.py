@@ -29,7 +29,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator
 
-METHODS = ("full", "rocketkv", "rdkv", "compactor")
+METHODS = ("full", "rocketkv", "rdkv", "compactor", "adakv")
 NUM_NEW = 24
 FIRST = prompt_of(90, seed=1)
 SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, logprobs=2)

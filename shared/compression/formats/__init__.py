@@ -58,11 +58,14 @@ def format_class(part: Part) -> type[LayerFormat]:
 
 
 def make_formats(
-    spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False
+    spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False, num_parts: int = 1
 ) -> tuple[LayerFormat, ...]:
     """The format of each layer of a resolved plan; layers with equal plans and shapes share one object.
 
-    Args: returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
+    Args:
+        returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
+        num_parts: of how many equal parts of the model's KV heads `spec` is one.
+
     Raises: InvalidRequest: an unknown format or attention, sizes that do not belong to it, or a plan for
         other layers than the model's.
     """
@@ -75,6 +78,7 @@ def make_formats(
         dtype=TORCH_DTYPES[spec.dtype],
         returns_generated=returns_generated,
         fingerprint=spec.fingerprint,
+        num_parts=num_parts,
     )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
@@ -150,7 +154,7 @@ def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat
         not is_measured(resolved)
         and (scorer is None or scorer.name in SCORES_HEADS_APART)
         and all(layer.representation.name in FORMATS for layer in resolved.layers)
-        and all(fmt.divides for fmt in formats)
+        and not any(fmt.shares_rows for fmt in formats)
     )
 
 

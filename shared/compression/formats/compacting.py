@@ -204,6 +204,10 @@ class Compacting(LayerFormat):
     def tensors(self) -> Specs:
         return self.inner.tensors()
 
+    def sized(self, header: Specs) -> LayerFormat:
+        inner = self.inner.sized(header)
+        return self if inner is self.inner else replace(self, inner=inner)
+
     def regions(self) -> Specs:
         return {**self.inner.regions(), _QUERIES: self._queries}
 
@@ -215,6 +219,10 @@ class Compacting(LayerFormat):
     @property
     def divides(self) -> bool:  # type: ignore[override]
         return self.inner.divides
+
+    @property
+    def shares_rows(self) -> bool:  # type: ignore[override]
+        return self.inner.shares_rows
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
         return self.inner.parts(tensors, num_parts)

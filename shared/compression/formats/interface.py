@@ -207,8 +207,9 @@ class LayerFormat(ABC):
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.
         scored: whether the plan must have a scorer; None: it may.
-        divides: whether each part of a layer (`parts`) has its sizes from the plan alone; decode workers of
-            several ranks need that.
+        divides: whether a layer can be divided by its heads (`parts`); decode workers of several ranks need
+            that.
+        shares_rows: whether a head's rows depend on the other heads.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
             `new_rows`, and its `NaiveLayer` `replace_new_rows`.
     """
@@ -225,6 +226,7 @@ class LayerFormat(ABC):
     takes_latent_rows: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
     divides: ClassVar[bool] = True
+    shares_rows: ClassVar[bool] = False
     compacts: ClassVar[bool] = False
     shape: LayerShape
     rows: int
@@ -324,6 +326,14 @@ class LayerFormat(ABC):
     @abstractmethod
     def tensors(self) -> Specs:
         """The tensors that `compress` returns, as far as their sizes are known from the plan."""
+
+    def sized(self, header: Specs) -> LayerFormat:
+        """This format with exactly the sizes of the announced tensors, where it is of a part of a layer and
+        they do not follow from the plan (`LayerShape.num_parts`); its regions are then as large or smaller.
+
+        Raises: InvalidTensors: they are larger than they may be.
+        """
+        return self
 
     @abstractmethod
     def regions(self) -> Specs:

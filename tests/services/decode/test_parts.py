@@ -89,7 +89,7 @@ def tokens_of(cache, events):
     return [cache.first_token, *its]
 
 
-@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor", "adakv"])
 async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_rank_does(
     one, several, method
 ):

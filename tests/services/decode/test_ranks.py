@@ -9,12 +9,15 @@ import dataclasses
 
 import pytest
 import torch
-from kvtest.decode import MIXED, Harness, PromptCache, make_request, serialise_prefill
+from kvtest.decode import MIXED, Harness, PromptCache, make_request, named, serialise_prefill
 from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode import memory
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.shared.cache.arena import header_of, sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
 from kvferry.shared.control.messages import (
@@ -23,18 +26,18 @@ from kvferry.shared.control.messages import (
     TicketIssued,
     TokenGenerated,
 )
-from kvferry.shared.errors import InvalidRequest, TransferFailed
+from kvferry.shared.errors import InvalidRequest, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.wire.messages import EndRecord, TransferKey
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.evaluation.epsilon import save_table
 
 pytestmark = pytest.mark.xdist_group("ranks")
-GREEDY = [
-    case | {"temperature": 0.0}
-    for case in MIXED
-    if case.get("method") != "adakv" and "frequency_penalty" not in case
-]
+UNEVEN = {"method": "adakv", "tokens": 20, "max_tokens": 70}
+SEGMENTS = {"prompt": [i * 31 % 50 for i in range(133)], "overrides": {"rebudget_tokens": 16}} | UNEVEN
+GREEDY = [case | {"temperature": 0.0} for case in [*MIXED, SEGMENTS] if "frequency_penalty" not in case]
 ARENA_BYTES = 1 << 24
+KEY = TransferKey(transfer_id=0, generation=0)
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +169,71 @@ async def test_ranks_divide_the_memory_and_what_is_told_of_it_is_the_whole(one, 
         await stream.aclose()
 
 
-async def test_a_method_whose_heads_differ_in_rows_is_refused_by_name(one, several):
-    case = next(case for case in MIXED if case.get("method") == "adakv")
+async def test_uneven_heads_take_the_memory_of_the_largest_rank_once_they_have_arrived(
+    one, several, straight
+):
+    request = request_for(one, 0, prompt=[i * 43 % 50 for i in range(141)], **UNEVEN)
+    request = dataclasses.replace(request, num_siblings=1)
+    cache = PromptCache(one, request)
+    spec = dataclasses.replace(one.spec, num_kv_heads=1, num_heads=one.spec.group_size)
+    with_room = dataclasses.replace(cache.resolved, max_new_tokens=memory.GROWTH_TOKENS)
+    planned = make_formats(spec, with_room, num_parts=2)
+    whole = zip(cache.formats, cache.layers, strict=True)
+    divided = [fmt.parts(tensors, 2) for fmt, tensors in whole]
+    sizes = [
+        sequence_layout(
+            fmt.sized(header_of(parts[rank])) for fmt, parts in zip(planned, divided, strict=True)
+        ).size_bytes
+        for rank in range(2)
+    ]
+    assert sizes[0] != sizes[1]
+    async with started(several, one, straight=straight) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        assert ticket.reserved_bytes == 2 * sequence_layout(planned).size_bytes > 2 * max(sizes)
+        await asyncio.to_thread(made.shipper.ship, request, ticket)
+        await anext(stream)
+        assert made.service.arena.bytes_by_state()["running"] == max(sizes)
+        start = SharedStart(request_id=request.request_id, first_token=cache.first_token)
+        sibling = dataclasses.replace(request, request_id="sibling", num_siblings=0, shares=start)
+        shared = made.service.generate(sibling, timeout_s=60)
+        assert (await anext(shared)).ticket.reserved_bytes == 2 * max(sizes)
+        events, of_sibling = [[event async for event in its] for its in (stream, shared)]
+        tokens = [
+            [its.token for its in each if isinstance(its, TokenGenerated)] for each in (events, of_sibling)
+        ]
+        assert [its.token_id for its in tokens[0]] == [its.token_id for its in tokens[1]]
+
+
+async def test_parts_that_are_not_the_whole_together_end_the_request(one, several):
+    request = request_for(one, 0, prompt=[i * 43 % 50 for i in range(141)], **UNEVEN)
+    cache = PromptCache(one, request)
+    short = cache.formats[2].parts(cache.layers[2], 2)[1]
+    number = len(short["index"]) - 1
+    short = {
+        "head_rows": short["head_rows"] - 1,
+        **{name: short[name][:number].contiguous() for name in ("index", "keys", "values")},
+    }
+    async with started(several, one, straight=True) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        transfer = made.shipper.open(request, (await anext(stream)).ticket)
+        await asyncio.to_thread(made.shipper.send, transfer, cache, last=2)
+        first, second = transfer._parts
+        first.send_layer(2, named(cache.formats[2], cache.formats[2].parts(cache.layers[2], 2)[0]))
+        second.send_layer(2, named(cache.formats[2], short))
+        await asyncio.to_thread(made.shipper.send, transfer, cache, first=3)
+        transfer.finish(EndRecord(key=KEY, num_blocks=0, payload_bytes=0, first_token=cache.first_token))
+        with pytest.raises(ProtocolMismatch, match=r"the parts of 2 ranks have \d+ bytes together"):
+            async for _ in stream:
+                pass
+        transfer.abort("refused")
+
+
+async def test_a_format_that_cannot_be_divided_is_refused_by_name(one, several, monkeypatch):
+    monkeypatch.setattr(Ragged, "divides", False)  # as one of another package may be
     async with started(several, one) as made:
-        with pytest.raises(InvalidRequest, match="method 'adakv' gives KV heads different numbers of rows"):
-            await answer(made, request_for(one, 0, **case))
+        with pytest.raises(InvalidRequest, match="format 'ragged' of method 'adakv' cannot be divided among"):
+            await answer(made, request_for(one, 0, **UNEVEN))
         status = await made.service.status(timeout_s=1)
         assert "adakv" not in status.methods
         assert {"full", "rocketkv", "rdkv", "compactor"} <= set(status.methods)
