@@ -122,11 +122,13 @@ class RankTransport:
             role=role,
         )
 
-    def server(self, rank: int, sink: BlockSink) -> BlockServer:
+    def server(
+        self, rank: int, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
+    ) -> BlockServer:
         """Raises: ConfigurationError: the address cannot be bound."""
         keys = Certs(self.certs, self.role).block_keys() if self.certs else None
         listen, advertise = (_address_of_rank(its, rank) for its in (self.listen, self.advertise))
-        return BlockServer(_listening(listen, advertise, keys), sink)
+        return BlockServer(_listening(listen, advertise, keys), sink, on_late_block=on_late_block)
 
 
 def _listening(listen: str, advertise: str, keys: BlockKeys | None) -> ListeningChannel:

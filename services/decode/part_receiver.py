@@ -8,14 +8,16 @@ sequence once all parts are there, and ends it with the first that fails.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
-from kvferry.services.decode.rank_messages import PartArrived, PartFailed
+from kvferry.services.decode.rank_messages import IsAwaited, LateBlock, PartArrived, PartFailed
 from kvferry.services.decode.receiver import check_transfer, measured_plan
 from kvferry.services.decode.sequence import PinnedRows
 from kvferry.services.decode.writer import ArenaCopier, CacheWriter
@@ -38,7 +40,9 @@ from kvferry.shared.wire.messages import (
 )
 
 _EXPECT_TIMEOUT_S = 30.0
-"""How long a transfer waits for this rank to be told of it, which happens between two steps."""
+"""How long an awaited transfer waits for this rank to be told of it, which happens between two steps."""
+_ASK_INTERVAL_S = 0.5
+_ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,11 +78,16 @@ class PartReceiver:
     """Implements `BlockSink` for the block server's thread; the rank's own thread calls `expect` and
     `forget`.
 
+        manifest ──known──► opened
+            └──unknown──► the leading rank is asked ──its reservation has ended, or there is none──► refused
+                                  └──awaited──► waits until the rank's own thread has come to it ──► opened
+
     Args:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
         num_parts: the number of ranks.
         note: tells the leading rank.
+        ask: asks it (`FollowingRank.ask`).
     """
 
     def __init__(
@@ -89,23 +98,23 @@ class PartReceiver:
         num_parts: int,
         device: torch.device,
         note: Callable[[object], None],
+        ask: Callable[..., Any],
     ) -> None:
         self._spec = spec
         self._first_head = first_head
         self._num_parts = num_parts
         self._note = note
+        self._ask = ask
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
         self._condition = threading.Condition()
         self._expected: dict[TransferKey, ExpectedPart] = {}
         self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter, int]] = {}
-        self._last_generation = 0
 
     def expect(self, part: ExpectedPart) -> None:
         """A reservation was made. Everything that the rank was told before has been done, so that nothing
         else uses its range."""
         with self._condition:
             self._expected[part_key(part.key, self._first_head)] = part
-            self._last_generation = part.key.generation
             self._condition.notify_all()
 
     def forget(self, part: ExpectedPart) -> None:
@@ -120,9 +129,11 @@ class PartReceiver:
     @torch.inference_mode()
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
+        part, number = self._awaited(manifest)
         with self._condition:
-            part, number = self._awaited(manifest)
             try:
+                if self._expected.get(part_key(part.key, self._first_head)) is not part:
+                    raise self._unknown(manifest.key)
                 if part.joined is not None:
                     self._incoming[manifest.key] = part, part.joined.open(number, manifest), number
                     return
@@ -179,6 +190,10 @@ class PartReceiver:
                 message = f"the transfer of the prompt's KV failed: {reason}"
                 self._fail(its[0], TransferFailed(message, reason=reason))
 
+    def late_block(self) -> None:
+        """A block without a current reservation has arrived. Any thread may call this."""
+        self._note(LateBlock())
+
     def _finish(self, part: ExpectedPart, writer: CacheWriter, number: int) -> None:
         caches, layout = writer.finish(), writer.layout
         if part.joined is not None:
@@ -205,6 +220,7 @@ class PartReceiver:
         with self._condition:
             its = self._incoming.get(key)
             if its is None:
+                self.late_block()
                 message = f"the reservation of transfer {key.transfer_id:#x} has ended"
                 raise LeaseExpired(message, reason="reservation_ended")
             try:
@@ -217,26 +233,39 @@ class PartReceiver:
     def _awaited(self, manifest: Manifest) -> tuple[ExpectedPart, int]:
         """The rank's part, and which part of its heads is sent; waits if the rank may yet be told of it.
 
-        Raises: LeaseExpired: there is none. The caller has locked the condition.
+        Raises: LeaseExpired: there is none.
         """
-
-        key, keys = manifest.key, dict(whole_keys(manifest, self._spec))
+        keys = dict(whole_keys(manifest, self._spec))
+        reservations = tuple(part_key(key, -self._first_head) for key in keys.values())
+        deadline_s = time.monotonic() + _EXPECT_TIMEOUT_S
 
         def found() -> tuple[ExpectedPart, int] | None:
             its = ((self._expected.get(key), number) for number, key in keys.items())
             return next(((part, number) for part, number in its if part is not None), None)
 
-        def is_decided() -> bool:
-            return found() is not None or key.generation <= self._last_generation
-
-        self._condition.wait_for(is_decided, _EXPECT_TIMEOUT_S)
-        if (part := found()) is None:
-            raise LeaseExpired(
-                f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists in "
-                f"the rank of head {self._first_head}",
-                reason="unknown_transfer",
-            )
+        with self._condition:
+            part = found()
+        while part is None and time.monotonic() < deadline_s and self._is_awaited(reservations):
+            with self._condition:
+                part = self._condition.wait_for(found, _ASK_INTERVAL_S)
+        if part is None:
+            error = self._unknown(manifest.key)
+            self._note(PartFailed(key=reservations[0], nack=encode_nack(error)))
+            raise error
         return part
+
+    def _is_awaited(self, keys: tuple[TransferKey, ...]) -> bool:
+        try:
+            return bool(self._ask(IsAwaited(keys=keys), timeout_s=_ANSWER_TIMEOUT_S))
+        except TimeoutError:
+            return False
+
+    def _unknown(self, key: TransferKey) -> LeaseExpired:
+        return LeaseExpired(
+            f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists in the "
+            f"rank of head {self._first_head}",
+            reason="unknown_transfer",
+        )
 
     def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
         with_room = replace(plan, max_new_tokens=part.room)

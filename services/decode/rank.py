@@ -136,9 +136,10 @@ class DecodeRank(FollowingRank):
             num_parts=self.num_ranks,
             device=self.resolve_device(),
             note=self.note,
+            ask=self.ask,
         )
         try:
-            self._server = command.transport.server(self.rank, receiver)
+            self._server = command.transport.server(self.rank, receiver, on_late_block=receiver.late_block)
         except ConfigurationError as error:
             self.answer(error)
             return

@@ -128,6 +128,19 @@ class PartFailed:
     nack: bytes
 
 
+@dataclass(frozen=True)
+class LateBlock:
+    """Noted by a rank: a block without a current reservation has arrived there, and was dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsAwaited:
+    """Asked by a rank that has not been told of a transfer: whether a reservation with one of these keys
+    waits for its blocks. Answered with a bool."""
+
+    keys: tuple[TransferKey, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Accept:
     """A transfer has begun.

@@ -28,7 +28,9 @@ from kvferry.services.decode.rank_messages import (
     Copy,
     Drop,
     Expect,
+    IsAwaited,
     JoinBatch,
+    LateBlock,
     Layer,
     LeaveBatch,
     Listen,
@@ -119,8 +121,13 @@ class DecodeRanks:
                 receiver.part_arrived(rank, note)
             elif isinstance(note, PartFailed):
                 receiver.part_failed(rank, note)
+            elif isinstance(note, LateBlock):
+                receiver.late_block()
 
-        self._lead.on_note = on_note
+        def on_question(rank: int, what: object) -> bool:
+            return isinstance(what, IsAwaited) and receiver.awaits(what.keys)
+
+        self._lead.on_note, self._lead.on_question = on_note, on_question
         self._tell(Listen(transport=transport))
         answers = self._lead.answers(timeout_s=_START_TIMEOUT_S)
         for rank, answer in enumerate(answers, 1):

@@ -141,6 +141,19 @@ class CacheReceiver:
         if is_whole:
             self._begin(sequence)
 
+    def late_block(self) -> None:
+        """A block without a current reservation has arrived, here or at another rank. Any thread may call
+        this."""
+        self._metrics.late_blocks.inc()
+
+    def awaits(self, keys: tuple[TransferKey, ...]) -> bool:
+        """Whether a reservation with one of these keys waits for blocks. Any thread may call this."""
+        for key in keys:
+            with contextlib.suppress(LeaseExpired):
+                state = self._reservations.find(key).state
+                return state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
+        return False
+
     def part_arrived(self, rank: int, part: PartArrived) -> None:
         """Another rank has all blocks of its heads. Any thread may call this."""
         with contextlib.suppress(LeaseExpired):
@@ -218,7 +231,7 @@ class CacheReceiver:
         sequence = incoming.sequence if incoming is not None else None
         with sequence.lock if sequence is not None else contextlib.nullcontext():
             if incoming is None or sequence is None or sequence.state is not SequenceState.IN_TRANSFER:
-                self._metrics.late_blocks.inc()
+                self.late_block()
                 reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
                 raise LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
             try:

@@ -15,7 +15,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import structlog
 import torch
@@ -28,7 +30,17 @@ from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.compression import compressor_of
-from kvferry.shared.model.parallel.messages import Abort, Decode, Load, Loaded, Prefill, Prepare, Proceed
+from kvferry.shared.model.parallel.messages import (
+    Abort,
+    Answer,
+    Decode,
+    Load,
+    Loaded,
+    Prefill,
+    Prepare,
+    Proceed,
+    Question,
+)
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.self_test import model_shapes, self_test
@@ -48,6 +60,8 @@ class FollowingRank(Ranks):
         self._commands = commands
         self._notes = notes
         self._noting = threading.Lock()
+        self._asking = threading.Lock()
+        self._num_asked = 0
         self._model: TransformersModel | None = None
 
     def join(self) -> None:
@@ -91,6 +105,19 @@ class FollowingRank(Ranks):
         """Tell the lead something that it does not wait for; see `LeadingRank.on_note`. Any thread may."""
         with self._noting:
             self._notes.send(note)
+
+    def ask(self, what: object, *, timeout_s: float) -> Any:
+        """Have the lead answer at once, whatever either of the two runs; see `LeadingRank.on_question`. Any
+        thread may. Raises: TimeoutError: there is no answer in time."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._asking:
+            self._num_asked += 1
+            self.note(Question(number=self._num_asked, what=what))
+            while self._notes.poll(max(0.0, deadline_s - time.monotonic())):
+                answer: Answer = self._notes.recv()
+                if answer.number == self._num_asked:
+                    return answer.answer
+        raise TimeoutError(f"the leading rank has given no answer for {timeout_s:g} s")
 
     @property
     def model(self) -> TransformersModel:

@@ -27,7 +27,7 @@ import structlog
 import torch.distributed as dist
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from kvferry.shared.model.parallel.messages import Abort, Join, Loaded, Proceed
+from kvferry.shared.model.parallel.messages import Abort, Answer, Join, Loaded, Proceed, Question
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 
@@ -72,8 +72,10 @@ class LeadingRank(Ranks):
         follower_class: `module:name` of the followers'.
         on_lost: called once, by any thread, when a rank is lost. It should end the process.
 
-    Attributes: on_note: called with a follower's rank and what it has noted (`FollowingRank.note`), in order,
-        on a thread of its own for each follower.
+    Attributes:
+        on_note: called with a follower's rank and what it has noted (`FollowingRank.note`), in order, on a
+            thread of its own for each follower.
+        on_question: called likewise with what it asks (`FollowingRank.ask`); returns the answer.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class LeadingRank(Ranks):
         super().__init__(joins[0])
         self._on_lost = on_lost
         self.on_note: Callable[[int, Any], None] = lambda rank, note: None
+        self.on_question: Callable[[int, Any], Any] = lambda rank, what: None
         self._lock = threading.Lock()
         self._telling = threading.Lock()
         self._closing = threading.Event()
@@ -239,7 +242,11 @@ class LeadingRank(Ranks):
             except (EOFError, OSError):
                 return
             try:
-                self.on_note(follower.rank, note)
+                if isinstance(note, Question):
+                    answer = self.on_question(follower.rank, note.what)
+                    follower.notes.send(Answer(number=note.number, answer=answer))
+                else:
+                    self.on_note(follower.rank, note)
             except Exception:
                 _log.exception("a note of a rank was not taken", rank=follower.rank)
 

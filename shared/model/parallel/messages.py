@@ -73,6 +73,22 @@ class Decode:
     batch_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Noted by a follower: what it wants to be told at once. Attributes: number: of its questions so far."""
+
+    number: int
+    what: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """To the question of this number."""
+
+    number: int
+    answer: object
+
+
 @dataclass(frozen=True)
 class Proceed:
     """Go on with the pass: the leading rank is done with what it does alone."""

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import pytest
-from kvtest.decode import Harness, PromptCache, make_request
+from kvtest.decode import Harness, PromptCache, make_request, manifest_for, named
 from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
@@ -193,3 +193,48 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
             late.wait(20)
         assert time.monotonic() - begin_s < 3
     assert same_or_tied([its.token_id for its in tokens], expected) > 0
+
+
+async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(one, several):
+    requests = [request_for(one, number) for number in range(2)]
+    cache = PromptCache(one, requests[0])
+    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+        stream = made.service.generate(requests[0], timeout_s=60)
+        transfer = made.shipper.open(requests[0], (await anext(stream)).ticket)
+        while not all(part._is_accepted for part in transfer._parts):
+            await asyncio.sleep(0.01)
+        await stream.aclose()
+        await made.run(requests[1])  # every rank has been told of the end
+        assert made.value("late_blocks_total") == 0
+        late = cache.formats[0].parts(cache.layers[0], 2)[1]
+        transfer._parts[1].send_layer(0, named(cache.formats[0], late))
+        with pytest.raises(LeaseExpired, match=r"the reservation of transfer 0x.* has ended"):
+            await asyncio.to_thread(transfer._parts[1].wait, 20)
+        while made.value("late_blocks_total") == 0:
+            await asyncio.sleep(0.01)
+        assert made.value("late_blocks_total") == 1
+        transfer.abort("late")
+
+
+async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at_once(one, several):
+    request = request_for(one)
+    cache = PromptCache(one, request)
+    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        unknown = dataclasses.replace(
+            ticket, endpoint=ticket.part_endpoints[0], transfer_id=7, generation=ticket.generation + 1000
+        )
+        manifest = manifest_for(one.spec, request, unknown, num_kv_heads=1)
+        begin_s = time.monotonic()
+        stray = made.prefill_sender.open(unknown, manifest, timeout_s=10)
+        with pytest.raises(LeaseExpired, match=r"no reservation for transfer 0x7, .* rank of head 1"):
+            await asyncio.to_thread(stray.wait, 20)
+        assert time.monotonic() - begin_s < 3
+        while made.value("receive_failed_total", reason="unknown_transfer") == 0:
+            await asyncio.sleep(0.01)
+        transfer = made.shipper.open(request, ticket)
+        await asyncio.to_thread(made.shipper.send, transfer, cache)
+        transfer.finish(end(cache, 0))
+        assert isinstance((await rest(stream))[-1], GenerationFinished)
+        assert made.value("receive_failed_total") == 1

@@ -1,0 +1,113 @@
+"""A transfer that reaches a rank before the rank is told of it: the leading rank says whether to wait."""
+
+import dataclasses
+import threading
+import time
+
+import pytest
+import torch
+from kvtest.decode import SPEC, make_request, manifest_for, resolve
+
+from kvferry.services.decode.part_receiver import ExpectedPart, PartReceiver
+from kvferry.services.decode.rank_messages import IsAwaited, PartFailed
+from kvferry.shared.cache.arena import sequence_layout
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.control.messages import Ticket
+from kvferry.shared.errors import LeaseExpired
+from kvferry.shared.wire.messages import TransferKey
+
+KEY = TransferKey(transfer_id=2**64 - 1, generation=9)
+"""The number of rank 1's part begins at 0 again."""
+PART = dataclasses.replace(SPEC, num_heads=2, num_kv_heads=1)
+
+
+class Lead:
+    """What a rank asks and notes. Args: awaits: the answers, of which the last one stays."""
+
+    def __init__(self, *awaits):
+        self.awaits = list(awaits)
+        self.asked, self.notes = [], []
+        self.is_asked = threading.Event()
+
+    def ask(self, what, *, timeout_s):
+        self.asked.append(what)
+        self.is_asked.set()
+        answer = self.awaits.pop(0) if len(self.awaits) > 1 else self.awaits[0]
+        if answer is None:
+            raise TimeoutError
+        return answer
+
+    def receiver(self):
+        return PartReceiver(
+            PART,
+            first_head=1,
+            num_parts=2,
+            device=torch.device("cpu"),
+            note=self.notes.append,
+            ask=self.ask,
+        )
+
+
+def manifest(key=KEY):
+    ticket = Ticket(
+        endpoint="",
+        transfer_id=(key.transfer_id + 1) % 2**64,
+        generation=key.generation,
+        credit_bytes=1,
+        lease_s=1.0,
+        reserved_bytes=0,
+    )
+    return manifest_for(PART, make_request(), ticket)
+
+
+def expected(key=KEY):
+    resolved = resolve(SPEC, make_request())
+    layout = sequence_layout(make_formats(PART, resolved, num_parts=2))
+    return ExpectedPart(
+        key=key,
+        resolved=resolved,
+        room=resolved.max_new_tokens,
+        returns_generated=False,
+        layout=layout,
+        buffer=torch.empty(layout.size_bytes, dtype=torch.uint8),
+        pinned=None,
+    )
+
+
+def test_a_transfer_that_the_rank_knows_needs_no_question():
+    lead = Lead(False)
+    receiver = lead.receiver()
+    receiver.expect(expected())
+    receiver.open(manifest())
+    assert (lead.asked, lead.notes) == ([], [])
+
+
+def test_a_transfer_that_is_awaited_waits_until_the_rank_is_told():
+    lead, part = Lead(True), expected()
+    receiver = lead.receiver()
+
+    def tell():
+        assert lead.is_asked.wait(10)
+        receiver.expect(expected(TransferKey(transfer_id=5, generation=10)))  # a newer one is no sign
+        time.sleep(0.05)
+        receiver.expect(part)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    receiver.open(manifest())
+    thread.join()
+    assert part.has_begun
+    assert lead.asked == [IsAwaited(keys=(KEY,))] * len(lead.asked)
+    assert lead.notes == []
+
+
+@pytest.mark.parametrize("answers", [(False,), (True, False), (None,)], ids=["never", "ended", "no answer"])
+def test_a_transfer_that_is_not_awaited_is_refused_at_once_and_noted(answers):
+    lead = Lead(*answers)
+    begin_s = time.monotonic()
+    with pytest.raises(LeaseExpired, match="no reservation for transfer 0x0, generation 9 exists"):
+        lead.receiver().open(manifest())
+    assert time.monotonic() - begin_s < 2
+    (note,) = lead.notes
+    assert isinstance(note, PartFailed)
+    assert note.key == KEY
