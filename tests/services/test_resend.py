@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
@@ -20,8 +24,8 @@ from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import RedirectRequest, SessionKey, Ticket
-from kvferry.shared.errors import TransferFailed
+from kvferry.shared.control.messages import PrefillRequest, RedirectRequest, SessionKey, Ticket
+from kvferry.shared.errors import KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -31,6 +35,7 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator
 
 WAIT_S = 60.0
@@ -42,9 +47,18 @@ CREDIT_BYTES = 40_000
 class Stack:
     """A prefill service, two decode services and a router's turns."""
 
-    def __init__(self, model: LanguageModel, folder: Path, *, buffer_bytes: int = 1 << 24) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        folder: Path,
+        *,
+        buffer_bytes: int = 1 << 24,
+        in_parts: Mapping[str, LanguageModel] = MappingProxyType({}),
+    ) -> None:
+        """Args: in_parts: the decode services that take a prompt in parts, with their models."""
         self.model = model
-        self.hub = InProcessHub()
+        settings = DecodeConfig(tensor_parallel=2)
+        self.hub = ProcessTransport(settings, None) if in_parts else InProcessHub()
         self.prefill_metrics, self.router_metrics = PrefillMetrics(), RouterMetrics()
         self.blocks_before_death: int | None = None
         self.dying: asyncio.Task[None] | None = None
@@ -66,11 +80,12 @@ class Stack:
         for name in ("a", "b"):
             self.decode[name] = DecodeService(
                 DecodeConfig(arena_bytes=32 << 20, credit_bytes=CREDIT_BYTES),
-                model=model,
+                model=in_parts.get(name, model),
                 tokenizer=tokenizer,
                 metrics=DecodeMetrics(),
                 server_factory=lambda sink, name=name: self._serve(sink, name),
                 sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+                rank_transport=RankTransport.of(settings, "decode") if name in in_parts else None,
             )
 
     def _serve(self, sink: BlockSink, name: str) -> BlockServer:
@@ -157,7 +172,7 @@ def model(demo_model_dir: Path) -> LanguageModel:
 async def started(model: LanguageModel, demo_model_dir: Path) -> AsyncIterator[Callable[..., object]]:
     async with AsyncExitStack() as stack:
 
-        async def start(**options: int) -> Stack:
+        async def start(**options: Any) -> Stack:
             made = Stack(model, demo_model_dir, **options)
             for service in (made.prefill, *made.decode.values()):
                 await service.start()
@@ -205,6 +220,51 @@ async def test_where_blocks_were_released_the_prompt_runs_again(started: Callabl
     assert stack.dying is not None
     assert turn.stats.decode_address == "b"
     assert stack.prefilled() >= len(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def several(demo_model_dir: Path) -> Iterator[LanguageModel]:
+    with in_ranks(demo_model_dir, 2) as made:
+        yield made
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("in_parts", ["a", "b"], ids=["from parts", "to parts"])
+async def test_parts_are_not_sent_again_and_the_prompt_runs_again_for_the_same_answer(
+    started: Callable[..., object], several: LanguageModel, in_parts: str
+) -> None:
+    stack: Stack = await started(in_parts={in_parts: several})
+    stack.blocks_before_death = 2
+    refused: list[KvferryError] = []
+    runs: list[PrefillRequest] = []
+    redirect, prefill = stack.prefill.redirect, stack.prefill.prefill
+
+    async def watched(request: RedirectRequest, *, timeout_s: float) -> None:
+        try:
+            await redirect(request, timeout_s=timeout_s)
+        except KvferryError as error:
+            refused.append(error)
+            raise
+
+    def counted(request: PrefillRequest, *, timeout_s: float) -> Any:
+        runs.append(request)
+        return prefill(request, timeout_s=timeout_s)
+
+    stack.prefill.redirect, stack.prefill.prefill = watched, counted
+    tokens, turn = await stack.turn(plan_of("full"))
+    sampling = replace(SAMPLING, logprobs=2)
+    oracle = OneProcessGenerator(stack.model).generate(list(PROMPT), plan=plan_of("full"), sampling=sampling)
+    assert same_or_tied(tokens, oracle) > 0
+    assert stack.dying is not None
+    assert turn.stats.decode_address == "b"
+    assert len(runs) == 2
+    assert runs[0].prompt_token_ids == runs[1].prompt_token_ids == PROMPT
+    assert stack.resent_bytes() == 0
+    (error,) = refused
+    assert isinstance(error, TransferFailed)
+    assert error.reason == "resend"
+    assert "parts" in error.message
+    await stack.dying
 
 
 async def test_an_unknown_request_is_not_redirected(started: Callable[..., object]) -> None:

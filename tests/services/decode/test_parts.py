@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 from kvtest.decode import Harness, PromptCache, make_request, manifest_for, named
@@ -11,15 +12,20 @@ from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.shared.certs import Certs
 from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, TransferAccepted
 from kvferry.shared.errors import Cancelled, LeaseExpired, TransferFailed
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.wire.channel import Received
 from kvferry.shared.wire.messages import EndRecord, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sealed import SealedConnectingChannel
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
-from kvferry.shared.wire.zmq import ZmqListeningChannel
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvferry.shared.worker import ProcessTransport, RankTransport
+from kvferry.tools.certs import make_certs
+from kvferry.tools.oracle import OneProcessGenerator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SETTINGS = DecodeConfig(tensor_parallel=2)
@@ -238,3 +244,49 @@ async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at
         transfer.finish(end(cache, 0))
         assert isinstance((await rest(stream))[-1], GenerationFinished)
         assert made.value("receive_failed_total") == 1
+
+
+def sender_of(certs, role="prefill", timeout_s=20):
+    """Over the network, as from another machine. Args: certs: the folder; None: without keys."""
+    channel = (
+        ZmqConnectingChannel() if certs is None else SealedConnectingChannel(Certs(certs, role).block_keys())
+    )
+    return BlockSender(channel, buffer_bytes=1 << 24, timeout_s=timeout_s)
+
+
+async def test_with_certs_every_rank_takes_blocks_of_prefill_and_of_nobody_else(one, several, tmp_path):
+    folders = [str(tmp_path / name) for name in ("ours", "strangers")]
+    for folder in folders:
+        make_certs(Path(folder), days=2, everything=False)
+    ours, strangers = folders
+    settings = DecodeConfig(tensor_parallel=2, certs=ours)
+    request = request_for(one, method="rocketkv", tokens=30)
+    cache = PromptCache(one, request)
+    oracle = OneProcessGenerator(one).generate(
+        list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
+    )
+    options = {"rank_transport": RankTransport.of(settings, "decode")}
+    async with contextlib.AsyncExitStack() as stack:
+        hub = ProcessTransport(settings, Certs(ours, "decode"))
+        made = await stack.enter_async_context(started(several, one, hub, **options))
+        stream = made.service.generate(request, timeout_s=60)
+        ticket = (await anext(stream)).ticket
+        at_rank_1 = dataclasses.replace(
+            ticket, endpoint=ticket.part_endpoints[0], transfer_id=(ticket.transfer_id + 1) % 2**64
+        )
+        manifest = manifest_for(one.spec, request, at_rank_1, measured=cache.measured, num_kv_heads=1)
+
+        def try_to_send(certs, role):
+            sender = sender_of(certs, role, timeout_s=1.5)
+            with contextlib.closing(sender), pytest.raises(TransferFailed):
+                sender.open(at_rank_1, manifest, timeout_s=1.5).wait(1.5)
+
+        tries = ((None, ""), (strangers, "prefill"), (ours, "decode"))
+        await asyncio.gather(*(asyncio.to_thread(try_to_send, *its) for its in tries))
+        made.shipper.sender = stack.enter_context(contextlib.closing(sender_of(ours)))
+        transfer = made.shipper.open(request, ticket, measured=cache.measured)
+        await asyncio.to_thread(made.shipper.send, transfer, cache)
+        transfer.finish(end(cache, 0))
+        tokens = tokens_of(cache, await rest(stream))
+        assert same_or_tied([its.token_id for its in tokens], oracle) > 0
+        assert made.value("receive_failed_total") == made.value("late_blocks_total") == 0
