@@ -11,10 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from kvtest.parallel import same_or_tied
 from kvtest.recovery import stream_tokens
+from kvtest.transformers_model import prompt_of
 
+from kvferry.models import DEMO_MODEL
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel import lead
+from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.oracle import OneProcessGenerator
 
 pytestmark = pytest.mark.xdist_group("stack")
 
@@ -40,6 +49,27 @@ def await_end(pid: int) -> None:
         time.sleep(0.05)
 
 
+def check_uneven_heads(base_url: str) -> None:
+    """`adakv`: two ranks compress heads together, and their rows go to two ranks, to each another number."""
+    prompt, num_tokens = prompt_of(300, seed=5), 24
+    asked = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_compression": {"method": "adakv", "token_budget": 48},
+    }
+    answer = httpx.post(f"{base_url}/v1/completions", json=asked, timeout=120).json()
+    oracle = OneProcessGenerator(load_model(DEMO_MODEL, name="demo", device="cpu")).generate(
+        prompt,
+        plan=plan_for("adakv", budget=Budget(tokens=48)),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=2),
+    )
+    assert same_or_tied(answer["choices"][0]["token_ids"], oracle) > 0
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_no_turn_is_lost_with_a_rank(
     start_stack: Callable[..., Any], make_document: Callable[..., Any], sign: signal.Signals
@@ -52,6 +82,7 @@ def test_no_turn_is_lost_with_a_rank(
         "logit_bias": {"6": -100},
     }
     with start_stack("--tensor-parallel", "2", "--recovery-wait-s", "100") as stack:
+        check_uneven_heads(stack.base_url)
         undisturbed = stream_tokens(stack.base_url, body, lambda _: None)
         lost: list[tuple[int, float]] = []
         decode_pid = int(stack.addresses["decode_pid"])
