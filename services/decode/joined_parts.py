@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from kvferry.services.decode.writer import ArenaCopier, CacheWriter
-from kvferry.shared.cache.arena import LayerLayout, SequenceLayout, sequence_layout
-from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, delta_joined
+from kvferry.shared.cache.arena import SequenceLayout
+from kvferry.shared.cache.delta import delta_joined
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
+from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.errors import MalformedMessage
 from kvferry.shared.model.spec import ModelSpec
@@ -32,6 +31,9 @@ from kvferry.shared.wire.messages import (
     TransferKey,
     part_key,
 )
+
+if TYPE_CHECKING:
+    from kvferry.services.decode.receiver import CacheWriter
 
 
 def whole_keys(manifest: Manifest, spec: ModelSpec) -> Iterator[tuple[int, TransferKey]]:
@@ -58,6 +60,8 @@ class JoinedParts:
         writer: of the heads together.
         num_ranks: in how many such transfers the model's heads come.
         is_delta: whether rows are left out.
+
+    Attributes: part_formats: of a part's layers; is_delta: as given.
     """
 
     def __init__(
@@ -72,19 +76,19 @@ class JoinedParts:
     ) -> None:
         self._manifest = manifest
         self._writer = writer
-        self._is_delta = is_delta
+        self.is_delta = is_delta
         # no new tokens: nothing is generated where a layer is put together
         plan = replace(plan, max_new_tokens=1)
         self._num_parts = spec.num_kv_heads // manifest.num_kv_heads
         self._formats = make_formats(spec, plan, num_parts=num_ranks)
-        self._part_formats = make_formats(
+        self.part_formats = make_formats(
             spec_of_part(manifest, spec), plan, num_parts=num_ranks * self._num_parts
         )
         self._opened: set[int] = set()
         self._ended: set[int] = set()
         self._waiting: dict[int, dict[int, Tensors]] = {}
 
-    def open(self, number: int, manifest: Manifest) -> CacheWriter:
+    def open(self, number: int, manifest: Manifest) -> None:
         """A part has begun. Raises: MalformedMessage: it is not one of these, or has begun before."""
         expected = replace(self._manifest, key=manifest.key)
         if number in self._opened or manifest != expected:
@@ -94,7 +98,6 @@ class JoinedParts:
                 reason="parts",
             )
         self._opened.add(number)
-        return _PartWriter(self, number, self._part_formats, is_delta=self._is_delta)
 
     def end(self, number: int) -> bool:
         """A part has all layers. Returns: whether it was the last."""
@@ -118,7 +121,7 @@ class JoinedParts:
             return
         del self._waiting[layer]
         in_order = [parts[its] for its in range(self._num_parts)]
-        join = delta_joined if self._is_delta else self._formats[layer].joined
+        join = delta_joined if self.is_delta else self._formats[layer].joined
         self._write(layer, join(in_order))
 
     def _write(self, layer: int, tensors: Tensors) -> None:
@@ -139,38 +142,3 @@ class JoinedParts:
                     offset=offset,
                 )
                 self._writer.write(header, flat[offset : offset + MAX_PAYLOAD_BYTES].numpy().data)
-
-
-class _PartWriter(CacheWriter):
-    """Writes one part's layers to host memory, each to its own."""
-
-    def __init__(
-        self, joined: JoinedParts, number: int, formats: tuple[LayerFormat, ...], *, is_delta: bool
-    ) -> None:
-        super().__init__(sequence_layout(formats), torch.empty(0), ArenaCopier(0, torch.device("cpu")))
-        self._formats = formats
-        self._joined = joined
-        self._number = number
-        self._is_delta = is_delta
-
-    def _place(self, header: Specs) -> LayerLayout:
-        layout = sequence_layout((self._formats[self._num_layers].sized(header),))
-        self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        return layout.layers[0]
-
-    def finish(self) -> tuple[LayerCache, ...]:
-        """Nothing; see `JoinedParts.finish`. Raises: as the base class."""
-        self._check_complete()
-        return ()
-
-    def _open_when_complete(self) -> None:
-        if self._missing_bytes:
-            return
-        tensors: dict[str, Tensor] = self._tensors
-        self._tensors, self._pieces, self._regions = {}, [], {}
-        self._num_layers += 1
-        self._joined.add(self._number, self._num_layers - 1, tensors)
-
-    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        fmt = self._its_format
-        return DeltaLayer(fmt, layer, RetainedChain(selections=()), ()) if self._is_delta else fmt

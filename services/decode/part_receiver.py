@@ -18,9 +18,14 @@ from torch import Tensor
 
 from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import IsAwaited, LateBlock, PartArrived, PartFailed
-from kvferry.services.decode.receiver import check_transfer, measured_plan
+from kvferry.services.decode.receiver import (
+    ArenaCopier,
+    CacheWriter,
+    PartWriter,
+    check_transfer,
+    measured_plan,
+)
 from kvferry.services.decode.sequence import PinnedRows
-from kvferry.services.decode.writer import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import Positions
 from kvferry.shared.compression.formats import make_formats
@@ -135,7 +140,8 @@ class PartReceiver:
                 if self._expected.get(part_key(part.key, self._first_head)) is not part:
                     raise self._unknown(manifest.key)
                 if part.joined is not None:
-                    self._incoming[manifest.key] = part, part.joined.open(number, manifest), number
+                    part.joined.open(number, manifest)
+                    self._incoming[manifest.key] = part, PartWriter(part.joined, number), number
                     return
                 if part.has_begun:
                     message = f"transfer {manifest.key.transfer_id:#x} has begun before"
@@ -162,7 +168,8 @@ class PartReceiver:
                     num_ranks=self._num_parts,
                     is_delta=pinned is not None,
                 )
-                writer = part.joined.open(number, manifest)
+                part.joined.open(number, manifest)
+                writer = PartWriter(part.joined, number)
             self._incoming[manifest.key] = part, writer, number
             part.layer_rows = manifest.layer_rows
 

@@ -47,12 +47,11 @@ from kvferry.services.decode.rank_messages import (
     received,
     sent,
 )
-from kvferry.services.decode.receiver import CacheReceiver
+from kvferry.services.decode.receiver import ArenaCopier, CacheReceiver, CacheWriter, layer_failed
 from kvferry.services.decode.retained import RetainedSelection
 from kvferry.services.decode.sequence import PinnedRows, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
-from kvferry.services.decode.writer import ArenaCopier, CacheWriter, layer_failed
 from kvferry.shared.cache.arena import (
     Allocation,
     ArrivingLayout,

@@ -54,7 +54,9 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         30.0, gt=0, description="how long a decode worker may be silent, or the send buffer full"
     )
     buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        1 << 30, ge=1, description="host memory for blocks that are sent but not yet acknowledged"
+        1 << 30,
+        ge=1,
+        description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 
@@ -22,10 +23,11 @@ from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
 from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
+from kvferry.services.prefill.ranks import PrefillRanks, RankedTransfer
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
+from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.freeing_rate import FreeingRate
@@ -91,8 +93,11 @@ class PrefillEngine:
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
+        ranks: PrefillRanks | None = None,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
+        """Args: ranks: the worker's other ranks, which ship their heads; None: there are none."""
+        self._ranks = ranks
         self._on_device_lost = on_device_lost
         self._model = model
         self._sender = sender
@@ -325,8 +330,8 @@ class PrefillEngine:
         assert job.transfer is not None
         token, *sibling_tokens = (sampler.sample(logits) for sampler in job.samplers)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        self.turns.end(job, layers.positions)
-        turn, now_s = job.turn, self._clock()
+        self.turns.end(job, layers.rows.positions)
+        turn, kept_map, now_s = job.turn, layers.rows.kept_map, self._clock()
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
@@ -337,7 +342,7 @@ class PrefillEngine:
             compress_s=layers.times.compress_s,
             queue_s=now_s - job.submitted_s - started.ran_s(now_s),
             reuse_source=turn.reuse_source if turn is not None else "session",
-            retained_fractions=layers.kept_map.fractions() if layers.kept_map is not None else (),
+            retained_fractions=kept_map.fractions() if kept_map is not None else (),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             sibling_tokens=tuple(sibling_tokens),
@@ -348,11 +353,26 @@ class PrefillEngine:
             self._observe(first, layers.times, reused_by_tier if turn is not None else None)
         return first
 
-    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> OutgoingTransfer | PartedTransfer:
+    def _open(
+        self, job: PrefillJob, measured: ResolvedPlan
+    ) -> OutgoingTransfer | PartedTransfer | RankedTransfer:
         """Open the transfer of the final plan."""
         with job.lock:
             manifest, timeout_s = self._manifest(job, measured), self._config.transfer_timeout_s
-            if job.ticket.part_endpoints:
+            is_apart = compresses_heads_apart(measured, job.formats) and not num_draft_tokens(measured)
+            if self._ranks is not None and is_apart:
+                job.transfer = self._ranks.open(
+                    self._sender,
+                    job.ticket,
+                    manifest,
+                    measured,
+                    retained=job.retained,
+                    num_bins=job.request.retained_bins,
+                    with_positions=job.retained_as is not None,
+                    timeout_s=timeout_s,
+                    deadline_s=time.monotonic() + max(0.0, job.deadline_s - self._clock()),
+                )
+            elif job.ticket.part_endpoints:
                 formats = make_formats(self._model.spec, measured)
                 job.transfer = PartedTransfer(
                     self._sender, job.ticket, manifest, formats, timeout_s=timeout_s

@@ -11,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 import structlog
 
 from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.ranks import RankedTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
@@ -104,7 +105,7 @@ class PrefillJob:
         self.trace_context = current_context()
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
-        self.transfer: OutgoingTransfer | PartedTransfer | None = None
+        self.transfer: OutgoingTransfer | PartedTransfer | RankedTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None

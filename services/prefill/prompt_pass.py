@@ -8,7 +8,7 @@ or drafts, K and V of all layers wait on the host until the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,15 +16,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
+from kvferry.services.prefill.host_copies import (
+    Arrived,
+    Elapsed,
+    HandOver,
+    HostCopies,
+    LayerShipper,
+    ShippedRows,
+)
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
+from kvferry.services.prefill.ranks import RankedTransfer
 from kvferry.services.prefill.schedule import Pauses
-from kvferry.shared.cache.delta import NEW_ROWS, Positions, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import add_draft
-from kvferry.shared.compression.formats import compresses_heads_apart, encode_layer, make_formats
+from kvferry.shared.compression.formats import encode_layer, make_formats
 from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
@@ -34,7 +41,6 @@ from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.messages import NamedTensor
 from kvferry.shared.wire.sender import OutgoingTransfer
 
 _EMPTY = Encoded(tensors=())
@@ -57,7 +63,7 @@ class PromptPass:
         open ──► layer_done: compress, ship ──► store: ship the state ──► ...
         layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
         layer_done: wait ──► ... ──► draft, open ──► compress, ship each  (a draft)
-        open ──► layer_compressed: join, ship ──► ...    (several ranks, each has compressed its heads)
+        open ──► layer_compressed: ship ──► ...    (several ranks, each compresses and ships its heads)
 
     Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
     out lost, the whole prompt is run. This second run ships only the layers that the first did not, if the
@@ -65,8 +71,7 @@ class PromptPass:
     computes, and layers with and without them make a cache that no run in one process gives.
 
     Attributes:
-        positions: of the rows of each layer shipped so far, as `RetainedRows.layers`.
-        kept_map: selected rows by parts of the prompt; None if the request wants none.
+        rows: what is known of those shipped; of all heads once the pass is over.
         logprobs: of the prompt's tokens; None if the request wants none.
     """
 
@@ -77,7 +82,7 @@ class PromptPass:
         model: LanguageModel,
         copies: HostCopies,
         pauses: Pauses | None,
-        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer | PartedTransfer],
+        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer | PartedTransfer | RankedTransfer],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],
@@ -94,9 +99,10 @@ class PromptPass:
         pool, pool_clock: where layers are handed over, and seconds there.
         """
         self.times = PassTimes()
-        self.positions: dict[int, Positions | None] = {}
         bins = job.request.retained_bins
-        self.kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
+        kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
+        self.rows = ShippedRows(kept_map=kept_map)
+        self._shipper = LayerShipper(model.spec, copies, self.rows)
         count = job.request.prompt_logprobs
         self.logprobs = PromptLogprobs(job.request.prompt_token_ids, count) if count is not None else None
         self._job = job
@@ -145,6 +151,9 @@ class PromptPass:
             if self._waits:
                 self._ship_waiting(logits)
             self._handing.settle()
+        if isinstance(self._job.transfer, RankedTransfer):
+            self._job.transfer.add_rows(self.rows)
+        self._job.saved_bytes = self.rows.saved_bytes
         self.times.pack_s += self._handed.pack_s
         self.times.history_store_s += self._handed.history_store_s
         # not before: the device would have nothing queued while a layer's time is waited for
@@ -224,12 +233,10 @@ class PromptPass:
     @property
     def division(self) -> Division | None:
         """See `DividingObserver.division`."""
-        job = self._job
-        if self._model.num_ranks == 1 or self._num_draft:
+        job, transfer = self._job, self._job.transfer
+        if not isinstance(transfer, RankedTransfer):
             return None
-        if not compresses_heads_apart(job.resolved, job.formats):
-            return None
-        return Division(plan=job.resolved, with_rows=job.turn is not None)
+        return Division(plan=transfer.plan, with_rows=job.turn is not None, transfer=transfer.key)
 
     @contextmanager
     def compressing(self, layer: int) -> Iterator[None]:
@@ -239,18 +246,13 @@ class PromptPass:
             yield
         self._compressing.append(end())
 
-    def layer_compressed(
-        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         """See `DividingObserver.layer_compressed`. Raises Cancelled, TransferFailed."""
         self._job.check_cancelled()
+        self._pauses.offer()
         if layer >= self._shipped_layers:
-            formats = self._job.formats
-            self._pauses.allowed = True
-            tensors = formats[layer].joined(parts)
-            self._pauses.allowed = False
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-            self._ship_complete(formats, layer, encoded)
+            assert isinstance(self._job.transfer, RankedTransfer)
+            self._ship_complete(self._job.transfer.formats, layer, part)
         self._end_layer(layer, rows)
 
     def _end_layer(self, layer: int, rows: tuple[Tensor, Tensor] | None) -> None:
@@ -385,32 +387,16 @@ class PromptPass:
             self._shipped_layers += 1
 
     def _send(self, fmt: LayerFormat, layer: int, encoded: Encoded) -> None:
-        begin_s = self._clock()
-        job, transfer = self._job, self._job.transfer
-        if job.retained is not None:
-            tensors = encoded.finish(encoded.tensors)
-            num_rows = tensors["keys"][:, :, 0].numel()
-            tensors = delta_tensors(tensors, layer, job.retained)
-            spec, num_saved = self._model.spec, num_rows - int(tensors[NEW_ROWS].sum())
-            job.saved_bytes += len(spec.row_names) * spec.row_bytes(layer) * num_saved
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-        kinds = {NEW_ROWS: "index", **fmt.kinds}
-        arrived = self._copies.start(encoded.tensors)
+        begin_s, transfer = self._clock(), self._job.transfer
+        assert transfer is not None, "the transfer is not open"
+        retained = transfer.retained if isinstance(transfer, RankedTransfer) else self._job.retained
+        ship = self._shipper.begin(transfer, fmt, layer, encoded, retained)
         self.times.pack_s += self._clock() - begin_s
 
         def send() -> None:
             begin_s = self._pool_clock()
             with stage("ship", layer=layer):
-                assert transfer is not None, "the transfer is not open"
-                copied = encoded.finish(arrived())
-                if self.kept_map is not None:
-                    self.kept_map.add(layer, fmt.positions_by_head(copied))
-                if fmt.is_plain:
-                    self.positions[layer] = layer_positions(copied)
-                sent = [
-                    NamedTensor(name=name, tensor=tensor, kind=kinds[name]) for name, tensor in copied.items()
-                ]
-                transfer.send_layer(layer, sent)
+                ship()
             self._handed.pack_s += self._pool_clock() - begin_s
 
         self._handing.work.append(send)

@@ -286,6 +286,10 @@ class Pauses(TorchFunctionMode):
         self.allowed = False
         self._pause = pause
 
+    def offer(self) -> None:
+        """Call `pause` now, where no torch operation follows for long, and where it would be allowed."""
+        self._pause()
+
     def __torch_function__(
         self,
         function: Callable[..., Any],

@@ -11,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
+from kvferry.services.prefill.ranks import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.device_loss import end_process
@@ -23,6 +24,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.worker import BlockTransport, run_worker
 
@@ -38,7 +40,13 @@ log = structlog.get_logger(__name__)
 
 async def run(config: PrefillConfig, *, ends_process: bool = False) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(config, "prefill", partial(build_service, config), ends_process=ends_process)
+    await run_worker(
+        config,
+        "prefill",
+        partial(build_service, config),
+        ends_process=ends_process,
+        follower_class=PREFILL_RANK,
+    )
 
 
 async def build_service(
@@ -50,7 +58,7 @@ async def build_service(
         model=model,
         store=build_store(config, spec=model.spec, metrics=metrics),
         sender=transport.sender(
-            buffer_bytes=config.buffer_bytes,
+            buffer_bytes=max(1, config.buffer_bytes // model.num_ranks),
             timeout_s=config.transfer_timeout_s,
             on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
         ),
@@ -58,6 +66,7 @@ async def build_service(
         metrics=metrics,
         config=config,
         clock=time.monotonic,
+        ranks=PrefillRanks(model) if isinstance(model, ParallelModel) else None,
         on_device_lost=end_process,
     )
     return service, metrics.registry

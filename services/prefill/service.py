@@ -19,6 +19,7 @@ import structlog
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.ranks import PrefillRanks
 from kvferry.services.prefill.turns import HistoryReceiver, PendingTable
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
@@ -91,9 +92,11 @@ class PrefillService:
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
+        ranks: PrefillRanks | None = None,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Args:
+        ranks: of a model of several ranks, the others, which ship their heads.
         server_factory: makes the block server on which decode returns generated KV.
         clock: monotonic seconds.
         on_device_lost: called once if the device no longer works.
@@ -114,8 +117,9 @@ class PrefillService:
         self._receiver = HistoryReceiver(spec=model.spec, store=store)
         self._engine = PrefillEngine(
             model=model, store=store, sender=sender, receiver=self._receiver, metrics=metrics, config=config,
-            clock=clock, on_device_lost=on_device_lost,
+            clock=clock, ranks=ranks, on_device_lost=on_device_lost,
         )  # fmt: skip
+        self._ranks = ranks
         self._server: BlockServer | None = None
         self._is_wedged = False
         self._drain = Drain(partial(WorkerUnavailable.draining, "prefill"))
@@ -139,7 +143,15 @@ class PrefillService:
         return self._engine.ready and not self._is_wedged and not self._drain.has_begun
 
     async def start(self) -> None:
-        """Listen for returned history, start the engine and the sweeper of expired staged turns."""
+        """Listen for returned history, start the engine and the sweeper of expired staged turns.
+
+        Raises: ConfigurationError: another rank cannot ship.
+        """
+        if self._ranks is not None:
+            connections = self._metrics.block_connections
+            await asyncio.to_thread(
+                self._ranks.start, self._config, lambda transport: connections.labels(transport).inc()
+            )
         self._server = self._server_factory(self._receiver)
         self._engine.start(self._server.endpoint)
         self._sweeper = asyncio.create_task(self._sweep())

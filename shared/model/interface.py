@@ -6,7 +6,7 @@ query heads per KV head, T tokens, D head_dim, L layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -18,8 +18,9 @@ from kvferry.kernels.softmax import Scaling
 from kvferry.shared.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from kvferry.shared.compression.formats.interface import Tensors
+    from kvferry.shared.compression.formats.interface import Encoded
     from kvferry.shared.compression.plan import ResolvedPlan
+    from kvferry.shared.wire.messages import TransferKey
 
 
 class PrefillObserver(Protocol):
@@ -49,15 +50,17 @@ class Division:
     Attributes:
         plan: by which each rank compresses the layers of its heads.
         with_rows: whether the observer is given K and V of the new tokens, too.
+        transfer: with which each rank ships the layers of its heads.
     """
 
     plan: ResolvedPlan
     with_rows: bool
+    transfer: TransferKey
 
 
 @runtime_checkable
 class DividingObserver(PrefillObserver, Protocol):
-    """An observer that can do with layers which the ranks of a model have compressed, each its own heads."""
+    """An observer that can do with the leading rank's heads, where each rank compresses and ships its own."""
 
     @property
     def division(self) -> Division | None:
@@ -68,12 +71,10 @@ class DividingObserver(PrefillObserver, Protocol):
         """Around the leading rank's compression of a layer."""
         ...
 
-    def layer_compressed(
-        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         """In place of `layer_done`.
 
-        Args: parts: what `compress_layer` has made of each rank's heads; rows: `[H_kv, T, D]`.
+        Args: part: what `encode_layer` has made of the leading rank's heads; rows: `[H_kv, T, D]`, of all.
         """
         ...
 

@@ -1,49 +1,61 @@
-"""Compression of a prompt in several ranks: each compresses its own heads, and the lead gets what they made.
+"""Compression of a prompt in several ranks: each compresses its own heads, and ships them itself.
 
-    every rank    K, V, queries of its heads ──► compress ──► sizes to all, bytes to the lead
-    lead          the parts of all ranks ──► observer, which joins and ships them
+    every rank    K, V, queries of its heads ──► compress ──► observer in the lead, `PartTaker` in the others
 
-K and V themselves stay in their rank, unless the session's history wants their new rows.
+K, V and what is made of them stay in their rank, unless the session's history wants the new tokens' K and V.
 """
 
 from __future__ import annotations
 
-import structlog
+from typing import Protocol
+
 from torch import Tensor
 
-from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import Division
-from kvferry.shared.model.parallel.ranks import Ranks
 
-_log = structlog.get_logger(__name__)
+
+class PartTaker(Protocol):
+    """Takes what a rank other than the lead has compressed of its heads."""
+
+    def take(self, layer: int, part: Encoded | Exception) -> None:
+        """Called for each layer, in order, and again from the first one if the pass is run again. Raises
+        nothing. Args: part: or why the layer cannot be compressed."""
+        ...
+
+
+class _NoTaker:
+    def take(self, layer: int, part: Encoded | Exception) -> None:
+        pass
+
+
+NO_TAKER: PartTaker = _NoTaker()
+"""For a pass of which nothing is wanted any more."""
 
 
 class PartCompressor:
     """Compresses one rank's heads of a prompt, layer by layer.
 
-    A rank that cannot compress a layer says so to the others in place of the sizes, so that all go on
-    together, and the lead raises the error.
+    A rank that cannot compress a layer goes on with the pass, which the others run, too.
 
     Attributes: with_rows: as of `Division`.
-    Args: model: the rank's part.
+    Args: model: the rank's part; taker: None in the lead.
     """
 
-    def __init__(self, ranks: Ranks, model: TransformersModel, division: Division) -> None:
+    def __init__(self, model: TransformersModel, division: Division, taker: PartTaker | None = None) -> None:
         self.with_rows = division.with_rows
-        self._ranks = ranks
         self._model = model
         self._plan = division.plan
         self._formats = make_formats(model.spec, division.plan)
-        self._error: Exception | None = None
+        self._taker = taker
 
     def compress(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-    ) -> Tensors | None:
-        """This rank's part of a layer; None if there is an error.
+    ) -> Encoded | Exception:
+        """This rank's part of a layer, or why there is none.
 
         Args: queries `[h, G, T, D]`, keys and values `[h, S, D]`; see `LayerInputs`.
         """
@@ -55,29 +67,12 @@ class PartCompressor:
             scaling=scaling,
             unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
         )
-        self._error = None
         try:
-            return compress_layer(self._plan, self._formats[layer], inputs)
+            return encode_layer(self._plan, self._formats[layer], inputs)
         except Exception as error:
-            self._error = error
-            if self._ranks.rank:  # the lead raises its own
-                _log.warning("a rank cannot compress", rank=self._ranks.rank, layer=layer, exc_info=error)
-            return None
+            return error
 
-    def gather(self, part: Tensors | None) -> list[Tensors] | None:
-        """The parts of all ranks, of use in the lead; None if a rank has none."""
-        found = self._ranks.gather_tensors(None if part is None else list(part.values()))
-        return None if found is None else [dict(zip(part or {}, its, strict=True)) for its in found]
-
-    def checked(self, layer: int, parts: list[Tensors] | None) -> list[Tensors]:
-        """The parts. Raises: this rank's error, or another's."""
-        if self._error is not None:
-            raise self._error
-        if parts is None:
-            raise KvferryError(f"layer {layer} cannot be compressed in another rank", reason="packing")
-        return parts
-
-
-def compressor_of(ranks: Ranks, model: TransformersModel, division: Division | None) -> PartCompressor | None:
-    """What compresses a rank's heads; None if they are not compressed apart."""
-    return None if division is None else PartCompressor(ranks, model, division)
+    def give(self, layer: int, part: Encoded | Exception) -> None:
+        """Give the part to its taker, if there is one."""
+        if self._taker is not None:
+            self._taker.take(layer, part)

@@ -4,20 +4,22 @@ Entry point of a child process of a worker, which ends with the worker, however 
 
     python -m kvferry.shared.model.parallel.follower COMMANDS LIFE NOTES CLASS
 
-COMMANDS, LIFE and NOTES are descriptors of pipes; CLASS is `module:name` of a `FollowingRank`. Decode's ranks
-have one of their own, because they have KV.
+COMMANDS, LIFE and NOTES are descriptors of pipes; CLASS is `module:name` of a `FollowingRank`. Each role has
+one of its own, because prefill's ranks ship and decode's have KV.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -29,7 +31,7 @@ from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.compression import compressor_of
+from kvferry.shared.model.parallel.compression import PartCompressor, PartTaker
 from kvferry.shared.model.parallel.messages import (
     Abort,
     Answer,
@@ -44,6 +46,9 @@ from kvferry.shared.model.parallel.messages import (
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.self_test import model_shapes, self_test
+
+if TYPE_CHECKING:
+    from kvferry.shared.wire.messages import TransferKey
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +67,7 @@ class FollowingRank(Ranks):
         self._noting = threading.Lock()
         self._asking = threading.Lock()
         self._num_asked = 0
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._model: TransformersModel | None = None
 
     def join(self) -> None:
@@ -90,6 +96,10 @@ class FollowingRank(Ranks):
         """What attends to this rank's heads in the next step. Only ranks that have KV have one."""
         raise NotImplementedError
 
+    def part_taker(self, transfer: TransferKey) -> PartTaker:
+        """What ships this rank's heads of a prompt. Only ranks that ship have one."""
+        raise NotImplementedError
+
     def step_done(self) -> None:
         """A step has been run."""
 
@@ -100,6 +110,19 @@ class FollowingRank(Ranks):
     def answer(self, answer: object) -> None:
         """Give the lead what it waits for; see `LeadingRank.answers`."""
         self._commands.send(answer)
+
+    def take_aside(self, word: object) -> None:
+        """Do what the lead says aside, whatever runs; on a thread of its own. See `LeadingRank.aside`."""
+
+    def listen_aside(self) -> None:
+        """Runs on that thread, until the lead is gone."""
+        with suppress(EOFError, OSError):
+            while True:
+                word = self._notes.recv()
+                if isinstance(word, Answer):
+                    self._answers.put(word)
+                else:
+                    self.take_aside(word)
 
     def note(self, note: object) -> None:
         """Tell the lead something that it does not wait for; see `LeadingRank.on_note`. Any thread may."""
@@ -113,10 +136,11 @@ class FollowingRank(Ranks):
         with self._asking:
             self._num_asked += 1
             self.note(Question(number=self._num_asked, what=what))
-            while self._notes.poll(max(0.0, deadline_s - time.monotonic())):
-                answer: Answer = self._notes.recv()
-                if answer.number == self._num_asked:
-                    return answer.answer
+            with suppress(queue.Empty):
+                while True:
+                    answer = self._answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                    if answer.number == self._num_asked:
+                        return answer.answer
         raise TimeoutError(f"the leading rank has given no answer for {timeout_s:g} s")
 
     @property
@@ -167,12 +191,15 @@ class FollowingRank(Ranks):
         model = self.model
         token_ids = torch.empty(command.num_tokens, dtype=torch.int64, device=model.device)
         self.broadcast(token_ids)
+        division = command.division
         current = RankPrefillPass(
             self,
             model.spec,
             start=command.start,
             num_queries=command.num_queries,
-            compressor=compressor_of(self, model, command.division),
+            compressor=None
+            if division is None
+            else PartCompressor(model, division, self.part_taker(division.transfer)),
         )
         on_logits = (lambda first, logits: None) if command.with_logits else None
         model.run_prompt(token_ids, command.start, current, on_logits=on_logits)
@@ -209,6 +236,7 @@ def main() -> None:
     code = 1
     try:
         rank: FollowingRank = getattr(importlib.import_module(module), name)(commands, notes)
+        threading.Thread(target=rank.listen_aside, daemon=True).start()
         rank.join()
         rank.follow()
     except EOFError:

@@ -74,7 +74,7 @@ class LeadingRank(Ranks):
 
     Attributes:
         on_note: called with a follower's rank and what it has noted (`FollowingRank.note`), in order, on a
-            thread of its own for each follower.
+            thread of its own for each follower; with None when it has ended.
         on_question: called likewise with what it asks (`FollowingRank.ask`); returns the answer.
     """
 
@@ -104,6 +104,7 @@ class LeadingRank(Ranks):
         self.on_question: Callable[[int, Any], Any] = lambda rank, what: None
         self._lock = threading.Lock()
         self._telling = threading.Lock()
+        self._aside = threading.Lock()
         self._closing = threading.Event()
         self._is_lost = threading.Event()
         self._error: WorkerUnavailable | None = None
@@ -138,6 +139,13 @@ class LeadingRank(Ranks):
                     follower.commands.send(command)
         except OSError as error:
             raise self.fail(error) from error
+
+    def aside(self, word: object) -> None:
+        """Tell all followers something that does not wait for the pass that runs; see
+        `FollowingRank.take_aside`. Any thread may."""
+        with self._aside, suppress(OSError):  # of one that has ended, which is noticed elsewhere
+            for follower in self._followers:
+                follower.notes.send(word)
 
     def answers(self, *, timeout_s: float) -> list[Any]:
         """What each follower has for the lead by `FollowingRank.answer`, rank 1 first. For one thread at a
@@ -240,15 +248,18 @@ class LeadingRank(Ranks):
             try:
                 note = follower.notes.recv()
             except (EOFError, OSError):
-                return
+                note = None
             try:
                 if isinstance(note, Question):
                     answer = self.on_question(follower.rank, note.what)
-                    follower.notes.send(Answer(number=note.number, answer=answer))
+                    with self._aside:
+                        follower.notes.send(Answer(number=note.number, answer=answer))
                 else:
                     self.on_note(follower.rank, note)
             except Exception:
                 _log.exception("a note of a rank was not taken", rank=follower.rank)
+            if note is None:
+                return
 
     def _lose(self, reason: str) -> WorkerUnavailable:
         """Returns: the worker's error: for this reason, unless it was lost before."""

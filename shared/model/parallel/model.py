@@ -1,8 +1,8 @@
 """`LanguageModel` over several ranks: weights, projections and attention are divided among them by KV heads.
 
-Each rank compresses its own heads of a prompt, where the method compresses them apart. History and shipping
-are those of one rank, to which the leading rank gives K and V of every head, and what was compressed. In
-decode each rank has the KV of its own heads, and attends to it.
+Each rank compresses and ships its own heads of a prompt, where the method compresses them apart. Otherwise,
+and for history, the leading rank gives the observer K and V of every head. In decode each rank has the KV of
+its own heads, and attends to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, DividingObserver, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.compression import compressor_of
+from kvferry.shared.model.parallel.compression import PartCompressor
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
 from kvferry.shared.model.parallel.messages import Decode, Load, Prefill, Prepare
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
@@ -75,7 +75,7 @@ class ParallelModel:
             self._part.spec,
             start=start,
             num_queries=num_queries,
-            compressor=compressor_of(lead, self._part, division),
+            compressor=PartCompressor(self._part, division) if division is not None else None,
             observer=observer,
         )
         lead.command(

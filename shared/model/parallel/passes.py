@@ -4,7 +4,7 @@ In a decode step every rank has the KV of its heads, and only the model's own su
 prefill the prompt's observer, which ships it and has its history, is the leading rank's. It does that alone,
 between two words to the followers:
 
-    prefill layer   history ─proceed► history to ranks; attention; compression ──► lead; observer ─proceed►
+    prefill layer   history ─proceed► history to ranks; attention; compression; shipping, observer ─proceed►
 
 Where the method compresses all heads together, K, V and queries go to the lead, and its observer compresses.
 
@@ -125,19 +125,20 @@ class RankPrefillPass:
         values: Tensor,
         scaling: float,
     ) -> None:
-        """Compress this rank's heads, and give the observer what all ranks have made."""
+        """Compress this rank's heads, and give them to what ships them."""
         observer = self._observer
         assert observer is None or isinstance(observer, DividingObserver)
         with nullcontext() if observer is None else observer.compressing(layer):
             part = compressor.compress(layer, queries, keys, values, scaling)
-        parts = compressor.gather(part)
         rows: list[Tensor] = []
         if compressor.with_rows:
             rows = [torch.cat(its) for its in map(self._new_rows, (keys, values)) if its]
+        compressor.give(layer, part)
         with self._lead_alone():
             if observer is not None:
-                its_rows = (rows[0], rows[1]) if rows else None
-                observer.layer_compressed(layer, compressor.checked(layer, parts), its_rows)
+                if isinstance(part, Exception):
+                    raise part
+                observer.layer_compressed(layer, part, (rows[0], rows[1]) if rows else None)
 
     def _new_rows(self, rows: Tensor) -> list[Tensor]:
         return self._ranks.gather(rows[:, self._start :])

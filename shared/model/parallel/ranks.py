@@ -22,8 +22,6 @@ from kvferry.shared.model.parallel.messages import Join
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 """Ranks reach an exchange at about the same time. One that has stopped is noticed sooner (`lead.py`)."""
-_MOST_TENSORS, _NONE = 16, -1
-_ALIGNMENT_BYTES = 16
 
 
 class Ranks:
@@ -87,59 +85,11 @@ class Ranks:
         dist.gather(part, parts or None, dst=0)
         return parts
 
-    def gather_tensors(self, tensors: Sequence[Tensor] | None) -> list[list[Tensor]] | None:
-        """Tensors of all ranks: as many of the same kinds from each, which may differ in their sizes if they
-        have one dimension.
-
-        Args: tensors: None: this rank has none.
-        Returns: those of all ranks, on this device; in followers nothing of use. None in every rank if one
-            has none.
-        """
-        pieces = [] if tensors is None else [_bytes_of(its).to(self._device) for its in tensors]
-        assert len(pieces) <= _MOST_TENSORS, len(pieces)
-        sizes = [len(its) for its in pieces] + [_NONE] * (_MOST_TENSORS - len(pieces))
-        own = torch.tensor(sizes, dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        dist.all_gather(found, own)
-        every = torch.stack(found).tolist()
-        if any(its[0] == _NONE for its in every):
-            return None
-        assert tensors is not None
-        starts = [_starts(its) for its in every]
-        buffer = torch.zeros(max(its[-1] for its in starts), dtype=torch.uint8, device=self._device)
-        for start, piece in zip(starts[self.rank], pieces, strict=False):
-            buffer[start : start + len(piece)] = piece
-        return [
-            [
-                _like(its[start : start + size], tensor)
-                for start, size, tensor in zip(of_rank, lengths, tensors, strict=False)
-            ]
-            for its, of_rank, lengths in zip(self.gather(buffer), starts, every, strict=False)
-        ]
-
     def scatter(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """This rank's part. Args: parts: of all ranks; in followers empty. like: of a part's shape."""
         part = torch.empty_like(like, memory_format=torch.contiguous_format)
         dist.scatter(part, [its.contiguous() for its in parts] or None, src=0)
         return part
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _like(piece: Tensor, tensor: Tensor) -> Tensor:
-    """The bytes as a tensor of the same kind, and of the same shape unless it has one dimension."""
-    return piece.view(tensor.dtype).view(-1 if tensor.dim() == 1 else tensor.shape)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where tensors of these bytes begin, one after another, and where the last ends."""
-    starts = [0]
-    for size in sizes:
-        if size != _NONE:
-            starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    return starts
 
 
 def backend_for(device: str, num_ranks: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.ranks import PrefillRanks
 from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.plan import CompressionPlan
@@ -28,6 +29,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
@@ -70,6 +72,7 @@ class Pair:
         """Start one, in place of the former one if there was any."""
         settings = {"history_bytes": 1 << 30, "turn_lease_s": WAIT_S} | options
         config = PrefillConfig(**settings)  # type: ignore[arg-type]
+        ranked = getattr(self.model, "model", self.model)  # without a test's wrapper
         self.store = build_store(config, spec=self.model.spec, metrics=self.prefill_metrics)
         self.prefill = PrefillService(
             model=self.model,
@@ -79,6 +82,7 @@ class Pair:
             metrics=self.prefill_metrics,
             config=config,
             clock=time.monotonic,
+            ranks=PrefillRanks(ranked) if isinstance(ranked, ParallelModel) else None,
         )
         await self.prefill.start()
         self.stack.push_async_callback(self.prefill.close)

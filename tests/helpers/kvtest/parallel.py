@@ -16,8 +16,8 @@ another order, through some layers."""
 
 
 @contextmanager
-def in_ranks(folder: Path, num_ranks: int) -> Iterator[ParallelModel]:
-    """A model in so many ranks of decode, one thread each; no rank may be lost meanwhile."""
+def in_ranks(folder: Path, num_ranks: int, follower_class: str = DECODE_RANK) -> Iterator[ParallelModel]:
+    """A model in so many ranks of decode or prefill, one thread each; no rank may be lost meanwhile."""
     lost: list[Exception] = []
     model = load_parallel_model(
         folder,
@@ -26,7 +26,7 @@ def in_ranks(folder: Path, num_ranks: int) -> Iterator[ParallelModel]:
         on_lost=lost.append,
         device="cpu",
         num_threads=num_ranks,
-        follower_class=DECODE_RANK,
+        follower_class=follower_class,
     )
     try:
         yield model

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -120,7 +120,7 @@ class ControlledModel:
     does. The engine's own one-token probes pass through untouched."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self._model = model
+        self.model = model
         self.spec = model.spec
         self.device = model.device
         self.dtype = model.dtype
@@ -142,11 +142,11 @@ class ControlledModel:
         on_logits: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         if token_ids.numel() == 1 and start == 0:
-            return self._model.prefill(token_ids, start=start, observer=observer)
+            return self.model.prefill(token_ids, start=start, observer=observer)
         self.entered.set()
         assert self.hold.wait(WAIT_S)
         watched = _Watched(observer, self)
-        return self._model.prefill(
+        return self.model.prefill(
             token_ids,
             start=start,
             observer=watched,
@@ -180,14 +180,12 @@ class _Watched:
         assert isinstance(self._observer, DividingObserver)
         return self._observer.compressing(layer)
 
-    def layer_compressed(
-        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         assert isinstance(self._observer, DividingObserver)
         if self._model.on_layer is not None:
             assert rows is not None
             self._model.on_layer(layer, rows[0])
-        self._observer.layer_compressed(layer, parts, rows)
+        self._observer.layer_compressed(layer, part, rows)
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from kvtest.packed import unpack_layer
 from kvtest.wire import header_of, to_bytes
 
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
-from kvferry.services.decode.writer import ArenaCopier, CacheWriter
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting

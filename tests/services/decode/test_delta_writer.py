@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvtest.compression import make_resolved, make_spec
 from kvtest.wire import header_of, to_bytes
 
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
 from kvferry.services.decode.sequence import PinnedRows
-from kvferry.services.decode.writer import ArenaCopier, CacheWriter
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows, delta_tensors
 from kvferry.shared.compression.formats import make_formats

@@ -70,6 +70,10 @@ class RankedPrefill:
             parts = self.cache.formats[layer].parts(self.cache.layers[layer], NUM_RANKS)
             self.ranks[rank].send_layer(layer, named(self.formats[layer], parts[rank]))
 
+    def await_credit(self, rank):
+        while not self.ranks[rank]._parts[0]._is_accepted:
+            time.sleep(0.01)
+
     def finish(self, rank):
         token = self.cache.first_token if rank == 0 else None
         self.ranks[rank].finish(EndRecord(key=KEY, num_blocks=0, payload_bytes=0, first_token=token))
@@ -106,7 +110,9 @@ async def test_the_cache_is_that_of_one_transfer(one, case, order):
             for rank in reversed(range(NUM_RANKS)):
                 ranked.send(rank)
                 ranked.finish(rank)
-                await asyncio.sleep(0.05)
+                await asyncio.to_thread(ranked.await_credit, rank)
+                # by which the answer's rows go back, whichever part came first
+                assert all(its.manifest.key == its.key for its in made.service._reservations.all())
         for its in ranked.ranks:
             await asyncio.to_thread(its.wait, 20)
         events = await rest(stream)

@@ -27,7 +27,7 @@ def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
 def assert_rows_are_the_oracles(
     harness: Harness, request: PrefillRequest, earlier: tuple[int, ...] | None = None
 ) -> None:
-    generator = OneProcessGenerator(harness.model._model)
+    generator = OneProcessGenerator(harness.model.model)
     before = None if earlier is None else generator.capture(list(earlier))
     captured = generator.capture(list(request.prompt_token_ids), earlier=before)
     expected = generator.compress(captured, plan=PLAN, max_new_tokens=request.sampling.max_tokens).compressed

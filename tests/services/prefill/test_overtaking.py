@@ -78,7 +78,7 @@ class Overtaking:
 
 def assert_is_the_oracles(harness: Harness, request: PrefillRequest) -> None:
     """Every tensor on the wire, and the first token, bit for bit."""
-    generator = OneProcessGenerator(harness.model._model)
+    generator = OneProcessGenerator(harness.model.model)
     captured = generator.capture(list(request.prompt_token_ids))
     expected = generator.compress(
         captured, plan=plan_of(request).plan, max_new_tokens=request.sampling.max_tokens

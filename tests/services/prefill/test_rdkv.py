@@ -33,7 +33,7 @@ def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
 def assert_tensors_are_the_oracles(
     harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
 ) -> None:
-    generator = OneProcessGenerator(harness.model._model)
+    generator = OneProcessGenerator(harness.model.model)
     before = None if earlier is None else generator.capture(list(earlier))
     captured = generator.capture(list(request.prompt_token_ids), earlier=before)
     expected = generator.compress(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import kvtest
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.formats import compress_layer, make_formats
-from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.formats.interface import Encoded, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
@@ -28,7 +30,6 @@ from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import (
     ConfigurationError,
     ContextLengthExceeded,
-    KvferryError,
     UnsupportedModel,
     WorkerUnavailable,
 )
@@ -42,6 +43,7 @@ from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_mod
 from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.parallel.support import PARALLEL_TYPES, check_parallel
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import TransferKey
 
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-3}
 """float32, with sums in another order."""
@@ -197,8 +199,11 @@ class Dividing(Layers):
 
     def __init__(self, plan: ResolvedPlan, *, with_rows: bool, before: Layers | None = None) -> None:
         super().__init__(before)
-        self.division = Division(plan=plan, with_rows=with_rows)
-        self.compressed: dict[int, Sequence[Tensors]] = {}
+        self.division = Division(
+            plan=plan, with_rows=with_rows, transfer=TransferKey(transfer_id=1, generation=1)
+        )
+        self.compressed: dict[int, Tensors] = {}
+        """Of this rank's heads."""
         self.rows: dict[int, tuple[Tensor, Tensor] | None] = {}
 
     def compressing(self, layer: int) -> nullcontext[None]:
@@ -207,10 +212,17 @@ class Dividing(Layers):
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         raise AssertionError("no rank has all heads")
 
-    def layer_compressed(
-        self, layer: int, parts: Sequence[Tensors], rows: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self.compressed[layer], self.rows[layer] = parts, rows
+    def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
+        self.compressed[layer], self.rows[layer] = part.finish(part.tensors), rows
+
+
+@pytest.fixture
+def noted(demo: ParallelModel) -> Iterator[queue.Queue[Any]]:
+    """What the other rank has compressed, or why it has not: `(layer, tensors as arrays or error)`."""
+    notes: queue.Queue[Any] = queue.Queue()
+    demo.lead.on_note = lambda rank, note: notes.put(note)
+    yield notes
+    demo.lead.on_note = lambda rank, note: None
 
 
 def plan_for_prompt(spec: ModelSpec, num_tokens: int, method: str = "compactor-rdkv") -> ResolvedPlan:
@@ -224,7 +236,9 @@ def plan_for_prompt(spec: ModelSpec, num_tokens: int, method: str = "compactor-r
 
 
 @pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union", "snapkv"])
-def test_each_rank_compresses_its_heads(demo: ParallelModel, one: TransformersModel, method: str) -> None:
+def test_each_rank_compresses_its_heads(
+    demo: ParallelModel, one: TransformersModel, noted: queue.Queue[Any], method: str
+) -> None:
     plan = plan_for_prompt(one.spec, 79, method)
     before = Layers()
     one.prefill(ids(70, 1), start=0, observer=before)
@@ -243,7 +257,10 @@ def test_each_rank_compresses_its_heads(demo: ParallelModel, one: TransformersMo
             unrotate=lambda rows, layer=layer: one.pre_rope_keys(layer, rows),
         )
         whole = compress_layer(plan, formats[layer], inputs)
-        given = formats[layer].joined(divided.compressed[layer])
+        number, other = noted.get(timeout=10)
+        assert number == layer
+        tensors = {name: torch.from_numpy(its) for name, its in other.items()}
+        given = formats[layer].joined([divided.compressed[layer], tensors])
         assert list(given) == list(whole)
         if method == "snapkv":
             assert torch.equal(given["index"], whole["index"])
@@ -254,23 +271,37 @@ def test_each_rank_compresses_its_heads(demo: ParallelModel, one: TransformersMo
         torch.testing.assert_close(divided.rows[layer], (keys[:, 70:], values[:, 70:]), **TOLERANCE)
 
 
-def test_rows_stay_in_their_ranks_unless_they_are_wanted(demo: ParallelModel, one: TransformersModel) -> None:
+def test_rows_and_what_is_made_of_them_stay_in_their_ranks_unless_they_are_wanted(
+    demo: ParallelModel, one: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[int] = []
+    gather = demo.lead.gather
+    monkeypatch.setattr(demo.lead, "gather", lambda part: gathered.append(part.nbytes) or gather(part))
     divided = Dividing(plan_for_prompt(one.spec, 40), with_rows=False)
     demo.prefill(ids(40, 1), start=0, observer=divided)
     assert divided.rows == dict.fromkeys(range(one.spec.num_layers))
-    assert [len(parts) for parts in divided.compressed.values()] == [2] * one.spec.num_layers
+    assert len(divided.compressed) == one.spec.num_layers
+    assert gathered == []
+    demo.prefill(ids(40, 1), start=0, observer=Layers())
+    assert len(gathered) == 3 * one.spec.num_layers
 
 
 def test_a_rank_that_cannot_compress_ends_the_pass_only(
-    demo: ParallelModel, one: TransformersModel, monkeypatch: pytest.MonkeyPatch
+    demo: ParallelModel,
+    one: TransformersModel,
+    noted: queue.Queue[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wrong = Dividing(plan_for_prompt(one.spec, 50), with_rows=False)
     with pytest.raises(AssertionError, match="40, 50"):
         demo.prefill(ids(40, 1), start=0, observer=wrong)
-    monkeypatch.setattr(compression, "compress_layer", lambda *_: {"keys": torch.zeros(1, 1)})
-    with pytest.raises(KvferryError, match="layer 0 cannot be compressed in another rank"):
-        demo.prefill(ids(40, 1), start=0, observer=wrong)
     assert wrong.compressed == {}
+    nothing = Encoded(tensors=(), names=())
+    monkeypatch.setattr(compression, "encode_layer", lambda *_: nothing)
+    demo.prefill(ids(40, 1), start=0, observer=wrong)
+    layers, errors = zip(*(noted.get(timeout=10) for _ in range(1 + one.spec.num_layers)), strict=True)
+    assert layers == (0, *range(one.spec.num_layers))
+    assert all("40, 50" in str(error) for error in errors)
     assert_same_passes(demo, one)
 
 

@@ -1,0 +1,216 @@
+"""A following rank of a prefill worker: it ships the blocks of its heads straight to decode.
+
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`ranks.py`)
+opens the same transfers for its own heads, and decides when one ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+
+import structlog
+
+from kvferry.services.prefill.host_copies import HandOver, HostCopies, LayerShipper, ShippedRows, host_copies
+from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.rank_messages import (
+    Abort,
+    Connected,
+    Forget,
+    LayerSent,
+    PartAcknowledged,
+    PartFailed,
+    Ship,
+    Start,
+)
+from kvferry.services.prefill.schedule import MAX_STARTED
+from kvferry.shared.certs import Certs
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import Encoded
+from kvferry.shared.compression.kept import KeptMap
+from kvferry.shared.errors import KvferryError, TransferFailed
+from kvferry.shared.heartbeat import Heartbeat
+from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
+from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import EndRecord, TransferKey
+from kvferry.shared.wire.sender import BlockSender
+from kvferry.shared.worker import ProcessTransport
+
+_MAX_WAITING = 64
+"""Transfers that wait for their acknowledgement at the same time; others wait for these first."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Shipment:
+    """One transfer's heads of this rank. Implements `PartTaker`.
+
+        take: layer k ──► wait for layer k - 1 ──► layer k is sent on the pool ──► the last: END ──► ACK
+
+    `take` is called by the rank's own thread, `abort` by any. What fails is noted to the leading rank, which
+    ends the transfer in all ranks; the pass itself goes on, because the others run it, too.
+    """
+
+    def __init__(
+        self,
+        command: Ship,
+        transfer: PartedTransfer,
+        spec: ModelSpec,
+        copies: HostCopies,
+        note: Callable[[object], None],
+        *,
+        pool: ThreadPoolExecutor,
+        waiters: ThreadPoolExecutor,
+    ) -> None:
+        num_tokens = command.plan.num_prompt_tokens
+        kept = KeptMap(num_tokens=num_tokens, num_bins=command.num_bins) if command.num_bins else None
+        self._command = command
+        self._key = command.manifest.key
+        self._transfer = transfer
+        self._formats = make_formats(spec, command.plan)
+        self._shipper = LayerShipper(spec, copies, ShippedRows(kept_map=kept))
+        self._note = note
+        self._waiters = waiters
+        self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
+        self._num_taken = 0
+        self._failed = threading.Event()
+
+    def take(self, layer: int, part: Encoded | Exception) -> None:
+        """See `PartTaker.take`."""
+        if layer < self._num_taken or self._failed.is_set():
+            return
+        self._num_taken = layer + 1
+        try:
+            if isinstance(part, Exception):
+                raise part
+            fmt, retained = self._formats[layer], self._command.retained
+            send = self._shipper.begin(self._transfer, fmt, layer, part, retained)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._handing.work.append(partial(self._send, layer, send))
+        self._handing.put()
+
+    def abort(self, reason: str) -> None:
+        """Abort the transfer. Idempotent; no effect once it is acknowledged."""
+        self._failed.set()
+        self._transfer.abort(reason)
+
+    def _send(self, layer: int, send: Callable[[], None]) -> None:
+        """On the pool; raises nothing."""
+        if self._failed.is_set():
+            return
+        try:
+            send()
+            is_last = layer == len(self._formats) - 1
+            if is_last:
+                self._transfer.finish(EndRecord(key=self._key, num_blocks=0, payload_bytes=0))
+            rows = self._shipper.rows
+            if not self._command.with_positions:
+                rows.positions.clear()
+            self._note(LayerSent(key=self._key, layer=layer, rows=rows if is_last else None))
+            if is_last:
+                self._waiters.submit(self._wait)
+        except Exception as error:
+            self._fail(error)
+
+    def _wait(self) -> None:
+        try:
+            transfer_s = self._transfer.wait(self._command.timeout_s)
+            self._note(
+                PartAcknowledged(
+                    key=self._key,
+                    transfer_s=transfer_s,
+                    bytes_by_kind=self._transfer.bytes_by_kind,
+                    resent_bytes=self._transfer.resent_bytes,
+                )
+            )
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failed.is_set():
+            return  # the leading rank knows
+        self.abort("failed")
+        if not isinstance(error, KvferryError):
+            _log.error("a rank cannot ship its heads", exc_info=error)
+            error = KvferryError(f"{type(error).__name__}: {error}", reason="internal")
+        self._note(PartFailed(key=self._key, error=error.with_traceback(None)))
+
+
+class PrefillRank(FollowingRank):
+    """What is here is named by the transfers' keys, as in the messages."""
+
+    def __init__(self, commands: Connection, notes: Connection) -> None:
+        super().__init__(commands, notes)
+        self._sender: BlockSender | None = None
+        self._timeout_s = 0.0
+        self._copies: HostCopies | None = None
+        self._shipments: dict[TransferKey, Shipment] = {}
+        # A cancelled pass may still be handing a layer over when the next one begins.
+        self._pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
+        self._waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
+
+    def run_other(self, command: object) -> None:
+        if isinstance(command, Start):
+            self.answer(self._start(command))
+        elif isinstance(command, Ship):
+            self._open(command)
+        elif isinstance(command, Forget):
+            if (shipment := self._shipments.pop(command.key, None)) is not None:
+                shipment.abort("forgotten")
+        else:
+            super().run_other(command)
+
+    def take_aside(self, word: object) -> None:
+        if isinstance(word, Abort) and (shipment := self._shipments.get(word.key)) is not None:
+            shipment.abort(word.reason)
+
+    def part_taker(self, transfer: TransferKey) -> PartTaker:
+        return self._shipments.get(transfer, NO_TAKER)  # it was aborted meanwhile
+
+    def _start(self, command: Start) -> KvferryError | None:
+        settings = command.settings
+        for shipment in self._shipments.values():
+            shipment.abort("closed")
+        self._shipments.clear()
+        if self._sender is not None:
+            self._sender.close()
+        self._copies = host_copies(self.model.device)
+        self._timeout_s = settings.transfer_timeout_s
+        try:
+            certs = Certs(settings.certs, "prefill") if settings.certs else None
+            self._sender = ProcessTransport(settings, certs).sender(
+                buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
+                timeout_s=settings.transfer_timeout_s,
+                on_connected=lambda transport: self.note(Connected(transport=transport)),
+            )
+        except KvferryError as error:
+            return error.with_traceback(None)
+        return None
+
+    def _open(self, command: Ship) -> None:
+        key, spec = command.manifest.key, self.model.spec
+        try:
+            if self._sender is None or self._copies is None:
+                raise TransferFailed("the rank has no block sender", reason="closed")
+            transfer = PartedTransfer(
+                self._sender,
+                command.ticket,
+                command.manifest,
+                make_formats(spec, command.plan),
+                timeout_s=self._timeout_s,
+                rank=self.rank,
+                num_ranks=self.num_ranks,
+            )
+        except KvferryError as error:
+            self.note(PartFailed(key=key, error=error.with_traceback(None)))
+            return
+        self._shipments[key] = Shipment(
+            command, transfer, spec, self._copies, self.note, pool=self._pool, waiters=self._waiters
+        )
