@@ -452,7 +452,13 @@ class CacheReceiver:
 
     def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter, int]:
         """Returns: also the number of the part."""
-        sequence, number = self._find(manifest)
+        # of this process's heads, if the other ranks take theirs
+        spec = self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
+        is_joined = manifest.num_kv_heads < spec.num_kv_heads
+        if is_joined:
+            sequence, number = self._find(manifest, spec)
+        else:
+            sequence, number = self._reservations.find(manifest.key), 0
         with sequence.lock:
             if sequence.state is SequenceState.IN_TRANSFER and sequence.joined is not None:
                 try:
@@ -468,7 +474,9 @@ class CacheReceiver:
                     reason="reservation_used",
                 )
             try:
-                self._check(manifest, sequence)
+                chain = sequence.pinned.chain if sequence.pinned is not None else None
+                sent = spec_of_part(manifest, spec) if is_joined else spec
+                check_transfer(manifest, sequence.resolved, chain, sent)
                 self._lay_out_measured(manifest, sequence)
             except KvferryError as error:
                 sequence.close(error)
@@ -491,8 +499,7 @@ class CacheReceiver:
                 writer: CacheWriter = self._ranks.writer(sequence, buffer, self._copier, pinned)
             else:
                 writer = CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
-            spec = self._received_spec
-            if manifest.num_kv_heads < spec.num_kv_heads:
+            if is_joined:
                 sequence.joined = JoinedParts(
                     manifest,
                     spec,
@@ -505,18 +512,11 @@ class CacheReceiver:
                 writer = PartWriter(sequence.joined, number)
             return sequence, writer, number
 
-    @property
-    def _received_spec(self) -> ModelSpec:
-        """Of this process's heads, if the other ranks take theirs."""
-        return self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
-
-    def _find(self, manifest: Manifest) -> tuple[Sequence, int]:
-        """The sequence, and which part of its heads is sent. Raises: LeaseExpired: there is none."""
-        spec = self._received_spec
-        if manifest.num_kv_heads < spec.num_kv_heads:
-            for number, key in whole_keys(manifest, spec):
-                with contextlib.suppress(LeaseExpired):
-                    return self._reservations.find(key), number
+    def _find(self, manifest: Manifest, spec: ModelSpec) -> tuple[Sequence, int]:
+        """The sequence, and which part of the heads of `spec` it is. Raises: LeaseExpired: there is none."""
+        for number, key in whole_keys(manifest, spec):
+            with contextlib.suppress(LeaseExpired):
+                return self._reservations.find(key), number
         return self._reservations.find(manifest.key), 0
 
     def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
@@ -535,14 +535,6 @@ class CacheReceiver:
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
-
-    def _check(self, manifest: Manifest, sequence: Sequence) -> None:
-        """Raises: as `check_transfer`."""
-        chain = sequence.pinned.chain if sequence.pinned is not None else None
-        spec = self._received_spec
-        if manifest.num_kv_heads < spec.num_kv_heads:
-            spec = spec_of_part(manifest, spec)
-        check_transfer(manifest, sequence.resolved, chain, spec)
 
 
 def check_transfer(
