@@ -359,8 +359,11 @@ class PrefillEngine:
         """Open the transfer of the final plan."""
         with job.lock:
             manifest, timeout_s = self._manifest(job, measured), self._config.transfer_timeout_s
-            is_apart = compresses_heads_apart(measured, job.formats) and not num_draft_tokens(measured)
-            if self._ranks is not None and is_apart:
+            if (
+                self._ranks is not None
+                and compresses_heads_apart(measured, job.formats)
+                and not num_draft_tokens(measured)
+            ):
                 job.transfer = self._ranks.open(
                     self._sender,
                     job.ticket,

@@ -26,6 +26,7 @@ from kvferry.shared.compression.formats.interface import Encoded, LayerFormat
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import NamedTensor
 
 _OPERATIONS_AHEAD = 8
@@ -189,11 +190,17 @@ class ShippedRows:
 class LayerShipper:
     """Ships the layers of one prompt, of the heads that the formats have.
 
-    Attributes: rows: what was shipped.
+    Args: clock: seconds, on the thread that sends.
+
+    Attributes: rows: what was shipped; sending_s: seconds that sending took.
     """
 
-    def __init__(self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows) -> None:
+    def __init__(
+        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
+    ) -> None:
         self.rows = rows
+        self.sending_s = 0.0
+        self._clock = clock
         self._spec = spec
         self._copies = copies
 
@@ -220,13 +227,16 @@ class LayerShipper:
         arrived = self._copies.start(encoded.tensors)
 
         def send() -> None:
-            copied = encoded.finish(arrived())
-            if self.rows.kept_map is not None:
-                self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
-            if fmt.is_plain:
-                self.rows.positions[layer] = layer_positions(copied)
-            named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
-            transfer.send_layer(layer, named)
+            begin_s = self._clock()
+            with stage("ship", layer=layer):
+                copied = encoded.finish(arrived())
+                if self.rows.kept_map is not None:
+                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
+                if fmt.is_plain:
+                    self.rows.positions[layer] = layer_positions(copied)
+                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
+                transfer.send_layer(layer, named)
+            self.sending_s += self._clock() - begin_s
 
         return send
 

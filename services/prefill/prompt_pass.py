@@ -102,7 +102,7 @@ class PromptPass:
         bins = job.request.retained_bins
         kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
         self.rows = ShippedRows(kept_map=kept_map)
-        self._shipper = LayerShipper(model.spec, copies, self.rows)
+        self._shipper = LayerShipper(model.spec, copies, self.rows, pool_clock)
         count = job.request.prompt_logprobs
         self.logprobs = PromptLogprobs(job.request.prompt_token_ids, count) if count is not None else None
         self._job = job
@@ -154,7 +154,7 @@ class PromptPass:
         if isinstance(self._job.transfer, RankedTransfer):
             self._job.transfer.add_rows(self.rows)
         self._job.saved_bytes = self.rows.saved_bytes
-        self.times.pack_s += self._handed.pack_s
+        self.times.pack_s += self._shipper.sending_s
         self.times.history_store_s += self._handed.history_store_s
         # not before: the device would have nothing queued while a layer's time is waited for
         self.times.compress_s += sum(elapsed_s() for elapsed_s in self._compressing)
@@ -390,16 +390,8 @@ class PromptPass:
         begin_s, transfer = self._clock(), self._job.transfer
         assert transfer is not None, "the transfer is not open"
         retained = transfer.retained if isinstance(transfer, RankedTransfer) else self._job.retained
-        ship = self._shipper.begin(transfer, fmt, layer, encoded, retained)
+        self._handing.work.append(self._shipper.begin(transfer, fmt, layer, encoded, retained))
         self.times.pack_s += self._clock() - begin_s
-
-        def send() -> None:
-            begin_s = self._pool_clock()
-            with stage("ship", layer=layer):
-                ship()
-            self._handed.pack_s += self._pool_clock() - begin_s
-
-        self._handing.work.append(send)
 
     def _stage_state(self, turn: StagedTurn, layer: int, tensors: Tensors) -> None:
         """Stage the layer's state after the prompt."""

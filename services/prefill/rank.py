@@ -73,7 +73,7 @@ class Shipment:
         self._key = command.manifest.key
         self._transfer = transfer
         self._formats = make_formats(spec, command.plan)
-        self._shipper = LayerShipper(spec, copies, ShippedRows(kept_map=kept))
+        self._shipper = LayerShipper(spec, copies, ShippedRows(kept_map=kept), time.monotonic)
         self._note = note
         self._waiters = waiters
         self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
