@@ -233,11 +233,6 @@ class RankedTransfer:
         return total
 
     @property
-    def own_bytes_by_kind(self) -> dict[str, int]:
-        """Likewise of this rank alone."""
-        return self._own.bytes_by_kind
-
-    @property
     def resent_bytes(self) -> int:
         others = sum(its.resent_bytes for its in self._acknowledged.values())
         return self._own.resent_bytes + others

@@ -183,8 +183,7 @@ class _Watched:
     def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         assert isinstance(self._observer, DividingObserver)
         if self._model.on_layer is not None:
-            assert rows is not None
-            self._model.on_layer(layer, rows[0])
+            self._model.on_layer(layer, torch.empty(0) if rows is None else rows[0])
         self._observer.layer_compressed(layer, part, rows)
 
 
