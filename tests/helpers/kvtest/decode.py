@@ -14,9 +14,10 @@ import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, Part, is_measured, plan_digest
+from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
@@ -76,14 +77,17 @@ class SmallModel:
     def _logits(self, hidden):
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:]) @ self._head
 
-    def prefill(self, token_ids, *, start, observer, states=None):
-        assert start == 0
-        hidden = self._embedding[token_ids] + self._positions[: len(token_ids)]
+    def prefill(self, token_ids, *, start, observer, states=None, num_queries=None):
+        """Args: num_queries: at least all; tokens after the first ones come one at a time."""
+        assert start == 0 or len(token_ids) == 1
+        hidden = self._embedding[token_ids] + self._positions[start : start + len(token_ids)]
         for layer in range(self.spec.num_layers):
             q, k, v = self._project(layer, hidden)
             q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
+            if start:
+                k, v = (torch.cat(its, 1) for its in zip(observer.history(layer), (k, v), strict=True))
             output = torch.nn.functional.scaled_dot_product_attention(
-                q, k[:, None], v[:, None], is_causal=True, scale=0.4
+                q, k[:, None], v[:, None], is_causal=not start, scale=0.4
             )
             observer.layer_done(layer, q, k, v, 0.4)
             hidden = hidden + output.permute(2, 0, 1, 3).reshape(len(token_ids), -1)
@@ -121,6 +125,8 @@ class PromptCache:
         with torch.inference_mode():
             self._model = model
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
+            if num_draft := num_draft_tokens(self.resolved):
+                self._inputs = add_draft(model, self._inputs, logits=logits, num_draft=num_draft)
             self.measured, layers = compress_prompt(model.spec, self.resolved, self._inputs)
         self.layers = [dict(tensors) for tensors in layers]
         self.formats = make_formats(model.spec, self.measured)
