@@ -374,10 +374,8 @@ class DividedWriter(CacheWriter):
     def _open_when_complete(self) -> None:
         if self._missing_bytes:
             return
-        layer = self._num_layers
-        fmt = self._format(layer)
+        layer, fmt, whole = self._num_layers, self._receiving, self._its_format
         try:
-            whole = self._its_format
             if isinstance(fmt, DeltaLayer):
                 fmt.find(self._tensors)
                 index = self._tensors.get("index")

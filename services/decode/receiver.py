@@ -100,7 +100,9 @@ class CacheWriter:
     ) -> None:
         self._arriving = ArrivingLayout(layout)
         self._all_layers = len(layout.layers)
-        self._current: LayerLayout | None = None
+        self._its_format: LayerFormat
+        self._receiving: LayerFormat | DeltaLayer
+        """Of the layer that has begun."""
         self._buffer = buffer
         self._copier = copier
         self._pinned = pinned
@@ -125,9 +127,10 @@ class CacheWriter:
             its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
         }
         try:
-            self._current = self._place(specs)
-            self._regions = self._current.views(self._buffer)
-            self._tensors = self._format(layer).receive(specs, self._regions)
+            place = self._place(specs)
+            self._its_format, self._regions = place.format, place.views(self._buffer)
+            self._receiving = self._format(layer)
+            self._tensors = self._receiving.receive(specs, self._regions)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         self._pieces = [_as_bytes(its) for its in self._tensors.values()]
@@ -176,7 +179,7 @@ class CacheWriter:
             return
         layer = self._num_layers
         try:
-            cache = self._format(layer).open(self._regions, self._tensors)
+            cache = self._receiving.open(self._regions, self._tensors)
             self._its_format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
@@ -193,13 +196,8 @@ class CacheWriter:
         """Where the next layer is written. Raises: InvalidTensors: it is larger than it may be."""
         return self._arriving.next(header)
 
-    @property
-    def _its_format(self) -> LayerFormat:
-        """That of the layer that has begun."""
-        assert self._current is not None, "no layer has begun"
-        return self._current.format
-
     def _format(self, layer: int) -> LayerFormat | DeltaLayer:
+        """What receives the layer that has begun."""
         fmt = self._its_format
         if self._pinned is None:
             return fmt
@@ -405,7 +403,7 @@ class CacheReceiver:
         if sequence.request.num_siblings:
             self._prompts.put(sequence)
         self._arena.advance(sequence.allocation, "running")
-        if sequence.is_uneven:
+        if self._ranks is not None and sequence.is_uneven:
             sequence.allocation = self._shrink(sequence.allocation, sequence.size_bytes(sequence.layout))
         sequence.committed_s = self._clock()
         sequence.state = SequenceState.READY
