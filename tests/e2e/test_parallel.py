@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,46 @@ def check_uneven_heads(base_url: str) -> None:
     assert same_or_tied(answer["choices"][0]["token_ids"], oracle) > 0
 
 
+def lose_in_mid_transfer(stack: Any, role: str, session_id: str) -> None:
+    """A conversation's second turn loses the second rank of `role` when decode's first rank has begun to
+    receive its heads, and the second one cannot have got all of its own. Asked again as the answer says, the
+    turn is answered as if nothing had happened."""
+
+    def ask(session: str, text: str) -> httpx.Response:
+        body = {"session_id": session, "session_mode": "append", "prompt": text, "logit_bias": {"6": -100}}
+        body |= {"model": "demo", "max_tokens": 12, "temperature": 0}
+        return httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
+
+    texts = ["the magic number of the green lighthouse is 8 6 3 9 .", "what is the magic number ?"]
+    undisturbed = [ask(f"{session_id}-before", text).json()["choices"][0]["text"] for text in texts]
+    assert ask(session_id, texts[0]).json()["choices"][0]["text"] == undisturbed[0]
+    stack.wait_kept(session_id)
+    pid = int(json.loads(stack.ready_path.read_text())[f"{role}_pid"])
+    rank = rank_of(pid)
+    os.kill(rank, signal.SIGSTOP)
+
+    def lose() -> None:
+        deadline_s = time.monotonic() + lead._HUNG_S
+        try:
+            while not stack.decode_metric("kvferry_arena_bytes", state="in_transfer"):
+                assert time.monotonic() < deadline_s, "no transfer has begun"
+                time.sleep(0.02)
+        finally:
+            os.kill(rank, signal.SIGKILL)
+
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(lose)
+        answer = ask(session_id, texts[1])
+        losing.result()
+    await_end(pid)
+    assert answer.status_code == 200 or "the worker is lost: rank 1 of 2" in answer.text, answer.text
+    while answer.status_code == 503 and time.monotonic() - begin_s < 60:
+        time.sleep(float(answer.headers["retry-after"]))
+        answer = ask(session_id, texts[1])
+    assert answer.json()["choices"][0]["text"] == undisturbed[1]
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_no_turn_is_lost_with_a_rank(
     start_stack: Callable[..., Any], make_document: Callable[..., Any], sign: signal.Signals
@@ -84,8 +125,12 @@ def test_no_turn_is_lost_with_a_rank(
     with start_stack("--tensor-parallel", "2", "--recovery-wait-s", "100") as stack:
         check_uneven_heads(stack.base_url)
         undisturbed = stream_tokens(stack.base_url, body, lambda _: None)
+        if sign is signal.SIGKILL:
+            for role in ("prefill", "decode"):
+                lose_in_mid_transfer(stack, role, role)
+        num_recovered = stack.router_metric("kvferry_recoveries_total", role="decode")
         lost: list[tuple[int, float]] = []
-        decode_pid = int(stack.addresses["decode_pid"])
+        decode_pid = int(json.loads(stack.ready_path.read_text())["decode_pid"])
 
         def lose_once(count: int) -> None:
             if count == 10 and not lost:
@@ -103,8 +148,8 @@ def test_no_turn_is_lost_with_a_rank(
         # a ping's interval, what a rank may be silent, and a second to end
         assert lost[1][1] - lost[0][1] < lead._PING_INTERVAL_S + lead._HUNG_S + 3.0
         await_end(lost[0][0])
-        assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1
-        ranks = [rank_of(int(stack.addresses["prefill_pid"]))]
+        assert stack.router_metric("kvferry_recoveries_total", role="decode") == num_recovered + 1
+        ranks = [rank_of(int(json.loads(stack.ready_path.read_text())["prefill_pid"]))]
         # the pid of the decode worker that was started again
         decode_pid = int(json.loads(stack.ready_path.read_text())["decode_pid"])
         ranks.append(rank_of(decode_pid))
