@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kvtest.wire as kit
 import pytest
 from kvtest.parallel import in_ranks
 from kvtest.prefill import ControlledModel, Harness, RecordingSink
 from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.ranks import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.server import build_store
@@ -103,7 +105,11 @@ async def started(
     service = PrefillService(
         model=model,
         store=store,
-        sender=transport.sender(buffer_bytes=1 << 24, timeout_s=config.transfer_timeout_s),
+        sender=transport.sender(
+            buffer_bytes=1 << 24,
+            timeout_s=config.transfer_timeout_s,
+            on_connected=lambda name: metrics.block_connections.labels(name).inc(),
+        ),
         server_factory=transport.server,
         metrics=metrics,
         config=config,
@@ -266,3 +272,18 @@ async def test_every_rank_authenticates_with_the_workers_keys(several: ParallelM
                 with pytest.raises(TransferFailed):
                     await made.run(request)
                 assert not any(its.sink.manifests for its in made.ranks)
+
+
+@kit.needs_nixl
+async def test_every_rank_ships_through_nixl_where_that_is_the_transport(several: ParallelModel) -> None:
+    async with started(several, num_ranks=1, transport="nixl") as made:
+        sink = RecordingSink()
+        server = ProcessTransport(DecodeConfig(transport="nixl"), None).server(sink)
+        request = made.to_ranks(plan=SNAPKV)
+        try:
+            ticket = dataclasses.replace(request.ticket, endpoint=server.endpoint)
+            await made.run(dataclasses.replace(request, ticket=ticket))
+        finally:
+            server.close()
+        assert {*sink.ends} == {key_of(request), key_of(request, 1)}
+        assert made.metric("block_connections_total", transport="nixl") == 2
