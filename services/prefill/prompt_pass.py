@@ -249,11 +249,11 @@ class PromptPass:
     def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         """See `DividingObserver.layer_compressed`. Raises Cancelled, TransferFailed."""
         self._job.check_cancelled()
-        self._pauses.offer()
         if layer >= self._shipped_layers:
             assert isinstance(self._job.transfer, RankedTransfer)
             self._ship_complete(self._job.transfer.formats, layer, part)
         self._end_layer(layer, rows)
+        self._pauses.offer()  # not before the layer is handed over: another rank may wait for that
 
     def _end_layer(self, layer: int, rows: tuple[Tensor, Tensor] | None) -> None:
         """Stage the new tokens' rows, and hand the layer over."""

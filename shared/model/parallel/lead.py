@@ -143,9 +143,10 @@ class LeadingRank(Ranks):
     def aside(self, word: object) -> None:
         """Tell all followers something that does not wait for the pass that runs; see
         `FollowingRank.take_aside`. Any thread may."""
-        with self._aside, suppress(OSError):  # of one that has ended, which is noticed elsewhere
+        with self._aside:
             for follower in self._followers:
-                follower.notes.send(word)
+                with suppress(OSError):  # it has ended, which is noticed elsewhere
+                    follower.notes.send(word)
 
     def answers(self, *, timeout_s: float) -> list[Any]:
         """What each follower has for the lead by `FollowingRank.answer`, rank 1 first. For one thread at a
