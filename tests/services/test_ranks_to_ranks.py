@@ -67,7 +67,7 @@ def prefill_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield {number: wait() for number, wait in waits.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module")
 def decode_model(request: pytest.FixtureRequest, one: LanguageModel, folder: Path) -> Iterator[LanguageModel]:
     if request.param == 1:
         yield one
@@ -90,7 +90,13 @@ async def a_pair(worker: Process, decode_model: LanguageModel) -> AsyncIterator[
         yield pair
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("decode_model", "num_ranks"),
+    [(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)],
+    indirect=["decode_model"],
+    scope="module",
+    ids=["2 to 1", "4 to 1", "2 to 2", "4 to 2", "2 to 4"],
+)
 async def test_tokens_are_those_of_one_process_over_a_session(
     prefill_workers: dict[int, Process], decode_model: LanguageModel, one: LanguageModel, num_ranks: int
 ) -> None:
