@@ -29,7 +29,7 @@ from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import PrefillRequest
-from kvferry.shared.errors import TransferFailed
+from kvferry.shared.errors import TransferFailed, WorkerUnavailable
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
@@ -242,6 +242,19 @@ async def test_a_request_given_up_in_mid_transfer_ends_in_every_rank_and_the_nex
         made.model.on_layer = None
         await made.run(made.to_ranks(plan=SNAPKV))
         assert made.service._engine._ranks._transfers == {}
+
+
+async def test_a_rank_that_ends_in_mid_transfer_fails_the_prompt_as_the_workers_failure(
+    several: ParallelModel,
+) -> None:
+    """As the leading rank is told of it; that the worker ends then is for the end-to-end tests."""
+    async with started(several) as made:
+        made.model.on_layer = lambda layer, keys: several.lead.on_note(1, None) if layer == 1 else None
+        with pytest.raises(WorkerUnavailable, match="rank 1 of the prefill worker has ended"):
+            await made.run(request := made.to_ranks(plan=SNAPKV))
+        await until(lambda: made.ranks[0].sink.aborted == [key_of(request)])
+        made.model.on_layer = None
+        await made.run(made.to_ranks(plan=SNAPKV))
 
 
 async def test_a_rank_of_decode_that_is_silent_fails_the_prompt_in_time(several: ParallelModel) -> None:

@@ -402,6 +402,8 @@ def test_a_lost_rank_is_the_workers_end_with_its_name_in_bounded_time(
         told.set()
 
     model = load_parallel_model(DEMO_MODEL, num_ranks=2, on_lost=on_lost, device="cpu", num_threads=2)
+    ended = threading.Event()
+    model.lead.on_note = lambda rank, note: ended.set() if (rank, note) == (1, None) else None
     try:
         process = model.lead._followers[0].process
         begin_s = time.monotonic()
@@ -415,5 +417,6 @@ def test_a_lost_rank_is_the_workers_end_with_its_name_in_bounded_time(
             model.decode(ids(1, 1), torch.tensor([1]), attention=attention_of(0))
         assert [str(error) for error in lost] == [str(raised.value)]
         assert process.wait(5.0) is not None
+        assert ended.wait(5.0)
     finally:
         model.close()
