@@ -28,8 +28,9 @@ from kvferry.shared.certs import Certs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import PrefillRequest
-from kvferry.shared.errors import TransferFailed, WorkerUnavailable
+from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
+from kvferry.shared.errors import HistoryMiss, TransferFailed, WorkerUnavailable
+from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
@@ -199,6 +200,40 @@ async def test_the_map_of_kept_rows_is_of_all_heads(several: ParallelModel) -> N
             index = [made.ranks[head].sink.rows(key_of(request, head), layer, "index") for head in (0, 1)]
             expected.add(layer, [its[0] for its in index])
     assert first.retained_fractions == expected.fractions()
+
+
+async def test_a_prompt_that_is_run_again_ships_every_layer_once_in_every_rank(
+    several: ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = SessionKey(owner="o", session_id="s")
+    async with started(several) as made:
+        first, _ = await made.run(request := made.to_ranks(session=session))
+        committed = CommitTurnRequest(
+            request_id=request.request_id, session=session, token_ids=(*PROMPT, first.token.token_id)
+        )
+        await made.service.commit_turn(committed, timeout_s=5)
+        load, layers = StagedTurn.load_prepared, list[int]()
+
+        def lost_once(turn: StagedTurn, layer: int, prepare: Any) -> Any:
+            layers.append(layer)
+            if layers == [0, 1, 2]:
+                raise HistoryMiss("its rows are gone", reason="test")
+            return load(turn, layer, prepare)
+
+        monkeypatch.setattr(StagedTurn, "load_prepared", lost_once)
+        request = made.to_ranks(session=session, has_history=True)
+        longer = (*PROMPT, first.token.token_id, 3, 4)
+        plan = made.resolve(plan_for("full"), longer, request.sampling)
+        request = dataclasses.replace(
+            request, prompt_token_ids=longer, ticket=dataclasses.replace(request.ticket, plan=plan)
+        )
+        await made.run(request)
+        assert layers[:3] == [0, 1, 2]
+        for head, its in enumerate(made.ranks):
+            key = key_of(request, head)
+            rows = [its.sink.rows(key, layer, "keys").shape[:2] for layer in range(several.spec.num_layers)]
+            assert rows == [(1, len(longer))] * several.spec.num_layers
+            assert key in its.sink.ends
 
 
 @pytest.mark.parametrize("rank", [0, 1])
