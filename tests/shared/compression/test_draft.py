@@ -202,7 +202,7 @@ def rdkv_of(plan: CompressionPlan, inputs: LayerInputs) -> Rdkv:
 def test_an_empty_draft_leaves_the_window() -> None:
     inputs = make_inputs(120, 4, 2)
     plan = plan_for("rdkv-draft", budget=Budget(tokens=12))
-    same = plan_for("rdkv", budget=Budget(tokens=12), overrides={"window": 1, "kernel_size": 5})
+    same = plan_for("rdkv", budget=Budget(tokens=12), overrides={"window": 1})
     none = replace(inputs, ahead=None)
     first = allocate_layer(rdkv_of(plan, inputs).settings, none)
     second = allocate_layer(rdkv_of(same, inputs).settings, none)
