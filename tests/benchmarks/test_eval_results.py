@@ -95,6 +95,35 @@ def test_both_weights_follow_the_lines_of_a_listing_that_the_question_does_not_n
     assert mean(found, "rdkv-union", budget) >= mean(found, "full", _FULL) - 2
 
 
+EIGHT = (*TASKS, "table", "code_listing", "distant_pair", "distant_values")
+
+
+@pytest.mark.parametrize(("budget", "points"), [("10%", 0.5), ("5%", 0.5), ("2.5%", 1), ("1%", 1.5)])
+def test_a_draft_answers_what_the_full_cache_answers_at_every_budget(budget: str, points: float) -> None:
+    found = accuracies("draft", "aware")
+    assert mean(found, "rdkv-draft", budget) >= mean(found, "full", _FULL) - 1
+    of_eight = {
+        method: sum(found[method, at, task] for task in EIGHT) / len(EIGHT)
+        for method, at in (("full", _FULL), ("rdkv-draft", budget), ("rdkv", budget))
+    }
+    assert of_eight["rdkv-draft"] >= of_eight["full"] - points
+    assert of_eight["rdkv-draft"] >= of_eight["rdkv"] + 1
+    assert found["rdkv-draft", budget, "code_listing"] >= found["full", _FULL, "code_listing"] - 3
+    assert found["rdkv-draft", budget, "code_listing"] >= found["rdkv", budget, "code_listing"] + 15
+
+
+@pytest.mark.parametrize("budget", ["2.5%", "1%"])
+def test_a_draft_answers_long_prompts_as_the_full_cache_does(budget: str) -> None:
+    found = accuracies("draft-4096", "aware")
+    for task in ("multi_key_8", "code_listing", "distant_values"):
+        assert found["rdkv-draft", budget, task] >= found["full", _FULL, task] - 3.4  # two of 60
+
+
+def test_a_draft_is_no_help_where_the_question_comes_later() -> None:
+    found = accuracies("draft-agnostic", "agnostic")
+    assert mean(found, "rdkv-draft", "2.5%") <= mean(found, "compactor-rdkv", "2.5%") - 30
+
+
 @pytest.mark.parametrize(
     ("folder", "setting", "method", "budget", "points"),
     [
