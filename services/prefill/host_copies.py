@@ -2,10 +2,10 @@
 
 Place in the request's path: between a layer's compression and the sender and the history store
 (`prompt_pass.py`). Its tensors are copied to the host while the next layer is computed (`HostCopies`);
-another thread then stages, encodes and sends them (`HandOver`, `LayerShipper`), so that it waits for the copy
-and for room in the send buffer, and the engine does not. Other ranks ship their heads so, too. On CUDA the
-engine computes on its own stream and copies to pinned memory on a second one, which waits for the first;
-history is copied on a third. On a CPU there is nothing to copy.
+another thread then stages, encodes and sends them (`HandOver`), so that it waits for the copy and for room
+in the send buffer, and the engine does not. On CUDA the engine computes on its own stream and copies to
+pinned memory on a second one, which waits for the first; history is copied on a third. On a CPU there is
+nothing to copy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,11 @@ import contextvars
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvferry.shared.cache.delta import NEW_ROWS, Positions, RetainedChain, delta_tensors, layer_positions
-from kvferry.shared.compression.formats.interface import Encoded, LayerFormat
-from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.heartbeat import Heartbeat
-from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.telemetry import stage
-from kvferry.shared.wire.messages import NamedTensor
 
 _OPERATIONS_AHEAD = 8
 
@@ -152,93 +143,6 @@ class PinnedCopies(HostCopies):
 def host_copies(device: torch.device) -> HostCopies:
     """Host copies for a model's device."""
     return PinnedCopies(device) if device.type == "cuda" else HostCopies()
-
-
-class LayerSink(Protocol):
-    """A transfer's end for its layers."""
-
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
-        """See `OutgoingTransfer.send_layer`."""
-        ...
-
-
-@dataclass(kw_only=True)
-class ShippedRows:
-    """What is known of the rows of the layers shipped so far.
-
-    Attributes:
-        positions: of the rows of each layer with plain ones, as `RetainedRows.layers`.
-        kept_map: selected rows by parts of the prompt; None if the request wants none.
-        saved_bytes: size of the rows that were left out because decode retains them.
-    """
-
-    kept_map: KeptMap | None = None
-    positions: dict[int, Positions | None] = field(default_factory=dict)
-    saved_bytes: int = 0
-
-    def add_heads(self, other: ShippedRows) -> None:
-        """Add the next heads of the same layers."""
-        for layer, its in other.positions.items():
-            own = self.positions[layer]
-            if own is not None and its is not None:
-                self.positions[layer] = np.concatenate([own, its])
-        if self.kept_map is not None and other.kept_map is not None:
-            self.kept_map.add_heads(other.kept_map)
-        self.saved_bytes += other.saved_bytes
-
-
-class LayerShipper:
-    """Ships the layers of one prompt, of the heads that the formats have.
-
-    Args: clock: seconds, on the thread that sends.
-
-    Attributes: rows: what was shipped; sending_s: seconds that sending took.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
-    ) -> None:
-        self.rows = rows
-        self.sending_s = 0.0
-        self._clock = clock
-        self._spec = spec
-        self._copies = copies
-
-    def begin(
-        self,
-        transfer: LayerSink,
-        fmt: LayerFormat,
-        layer: int,
-        encoded: Encoded,
-        retained: RetainedChain | None,
-    ) -> Callable[[], None]:
-        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread.
-
-        Args: retained: rows that need not be sent, of the format's heads.
-        """
-        if retained is not None:
-            tensors = encoded.finish(encoded.tensors)
-            num_rows = tensors["keys"][:, :, 0].numel()
-            tensors = delta_tensors(tensors, layer, retained)
-            num_saved = num_rows - int(tensors[NEW_ROWS].sum())
-            self.rows.saved_bytes += len(self._spec.row_names) * self._spec.row_bytes(layer) * num_saved
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-        kinds = {NEW_ROWS: "index", **fmt.kinds}
-        arrived = self._copies.start(encoded.tensors)
-
-        def send() -> None:
-            begin_s = self._clock()
-            with stage("ship", layer=layer):
-                copied = encoded.finish(arrived())
-                if self.rows.kept_map is not None:
-                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
-                if fmt.is_plain:
-                    self.rows.positions[layer] = layer_positions(copied)
-                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
-                transfer.send_layer(layer, named)
-            self.sending_s += self._clock() - begin_s
-
-        return send
 
 
 class HandOver:

@@ -8,27 +8,22 @@ or drafts, K and V of all layers wait on the host until the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import (
-    Arrived,
-    Elapsed,
-    HandOver,
-    HostCopies,
-    LayerShipper,
-    ShippedRows,
-)
+from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.ranks import RankedTransfer
 from kvferry.services.prefill.schedule import Pauses
+from kvferry.shared.cache.delta import NEW_ROWS, RetainedChain, ShippedRows, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import encode_layer, make_formats
@@ -40,7 +35,9 @@ from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.telemetry import stage
+from kvferry.shared.wire.messages import NamedTensor
 from kvferry.shared.wire.sender import OutgoingTransfer
 
 _EMPTY = Encoded(tensors=())
@@ -55,6 +52,68 @@ class PassTimes:
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
+
+
+class LayerSink(Protocol):
+    """A transfer's end for its layers."""
+
+    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
+        """See `OutgoingTransfer.send_layer`."""
+        ...
+
+
+class LayerShipper:
+    """Ships the layers of one prompt, of the heads that the formats have.
+
+    Args: clock: seconds, on the thread that sends.
+
+    Attributes: rows: what was shipped; sending_s: seconds that sending took.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
+    ) -> None:
+        self.rows = rows
+        self.sending_s = 0.0
+        self._clock = clock
+        self._spec = spec
+        self._copies = copies
+
+    def begin(
+        self,
+        transfer: LayerSink,
+        fmt: LayerFormat,
+        layer: int,
+        encoded: Encoded,
+        retained: RetainedChain | None,
+    ) -> Callable[[], None]:
+        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread.
+
+        Args: retained: rows that need not be sent, of the format's heads.
+        """
+        if retained is not None:
+            tensors = encoded.finish(encoded.tensors)
+            num_rows = tensors["keys"][:, :, 0].numel()
+            tensors = delta_tensors(tensors, layer, retained)
+            num_saved = num_rows - int(tensors[NEW_ROWS].sum())
+            self.rows.saved_bytes += len(self._spec.row_names) * self._spec.row_bytes(layer) * num_saved
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+        kinds = {NEW_ROWS: "index", **fmt.kinds}
+        arrived = self._copies.start(encoded.tensors)
+
+        def send() -> None:
+            begin_s = self._clock()
+            with stage("ship", layer=layer):
+                copied = encoded.finish(arrived())
+                if self.rows.kept_map is not None:
+                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
+                if fmt.is_plain:
+                    self.rows.positions[layer] = layer_positions(copied)
+                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
+                transfer.send_layer(layer, named)
+            self.sending_s += self._clock() - begin_s
+
+        return send
 
 
 class PromptPass:

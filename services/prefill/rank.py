@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from kvferry.services.prefill.host_copies import HandOver, HostCopies, LayerShipper, ShippedRows, host_copies
+from kvferry.services.prefill.host_copies import HandOver, HostCopies, host_copies
 from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.prompt_pass import LayerShipper
 from kvferry.services.prefill.rank_messages import (
     Abort,
     Connected,
@@ -28,6 +29,7 @@ from kvferry.services.prefill.rank_messages import (
     Start,
 )
 from kvferry.services.prefill.schedule import MAX_STARTED
+from kvferry.shared.cache.delta import ShippedRows
 from kvferry.shared.certs import Certs
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Encoded

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.host_copies import ShippedRows
-from kvferry.shared.cache.delta import RetainedChain
+from kvferry.shared.cache.delta import RetainedChain, ShippedRows
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError

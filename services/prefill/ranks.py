@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.host_copies import ShippedRows
 from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.services.prefill.rank_messages import (
     Abort,
@@ -28,7 +27,7 @@ from kvferry.services.prefill.rank_messages import (
     Ship,
     Start,
 )
-from kvferry.shared.cache.delta import RetainedChain
+from kvferry.shared.cache.delta import RetainedChain, ShippedRows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket

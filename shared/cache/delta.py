@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from kvferry.shared.compression.formats.interface import (
     chunked,
 )
 from kvferry.shared.compression.interface import TensorSpec
+from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
@@ -280,6 +281,31 @@ class DeltaLayer:
 
 _Chain = tuple[RetainedRows, ...]
 """A session's selections, newest first; each was shipped without rows that older ones have."""
+
+
+@dataclass(kw_only=True)
+class ShippedRows:
+    """What is known of the rows of the layers shipped so far.
+
+    Attributes:
+        positions: of the rows of each layer with plain ones, as `RetainedRows.layers`.
+        kept_map: selected rows by parts of the prompt; None if the request wants none.
+        saved_bytes: size of the rows that were left out because decode retains them.
+    """
+
+    kept_map: KeptMap | None = None
+    positions: dict[int, Positions | None] = field(default_factory=dict)
+    saved_bytes: int = 0
+
+    def add_heads(self, other: ShippedRows) -> None:
+        """Add the next heads of the same layers."""
+        for layer, its in other.positions.items():
+            own = self.positions[layer]
+            if own is not None and its is not None:
+                self.positions[layer] = np.concatenate([own, its])
+        if self.kept_map is not None and other.kept_map is not None:
+            self.kept_map.add_heads(other.kept_map)
+        self.saved_bytes += other.saved_bytes
 
 
 class ShippedSelections:

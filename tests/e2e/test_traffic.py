@@ -145,6 +145,7 @@ def test_closing_a_stream_returns_the_arena_within_a_second(
 
 
 def test_the_arena_gauge_always_sums_to_its_size(stack: Any) -> None:
-    states = ("free", "reserved", "in_transfer", "running", "retained")
-    totals = {sum(stack.decode_metric("kvferry_arena_bytes", state=s) for s in states) for _ in range(5)}
+    # of all states, in one scrape: an earlier request may be ending
+    totals = {stack.decode_metric("kvferry_arena_bytes") for _ in range(5)}
     assert len(totals) == 1
+    assert totals != {0.0}

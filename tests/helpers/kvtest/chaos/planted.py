@@ -61,13 +61,13 @@ def wrong_generation() -> None:
     last: deque[Any] = deque(maxlen=4)
 
     def confused(self: Any, manifest: Any) -> Any:
-        sequence, writer = accept(self, manifest)
+        sequence, writer, number = accept(self, manifest)
         mine = writer._buffer
         if next(numbers) % 2 == 0:
             fitting = [its for its in last if its.numel() >= mine.numel()]
             writer._buffer = fitting[0][: mine.numel()] if fitting else mine
         last.append(mine)
-        return sequence, writer
+        return sequence, writer, number
 
     receiver.CacheReceiver._accept = confused  # type: ignore[method-assign]
 
