@@ -9,6 +9,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
@@ -165,7 +166,9 @@ def test_workers_leave_under_32_streams(services: Services, expected: list[str])
         ]
         for _ in range(enough):
             assert num_tokens.acquire(timeout=WAIT_S)
-        assert all(worker.metric("kvferry_decode_batch_size") for worker in services.decode)
+        deadline_s = time.monotonic() + WAIT_S
+        while not all(worker.metric("kvferry_decode_batch_size") for worker in services.decode):
+            assert time.monotonic() < deadline_s, "a decode worker has no stream"
         for worker in leaving:
             end(worker)
         texts = [its.result(WAIT_S) for its in streams]
