@@ -33,6 +33,9 @@ REBUDGET_TOKENS = "rebudget_tokens"
 DRAFT_TOKENS = "draft_tokens"
 """A parameter of format 'rdkv': how many tokens prefill generates from the full KV before it compresses."""
 
+DRAFT_KERNEL_SIZE = "draft_kernel_size"
+"""A parameter of format 'rdkv': the pooling kernel of what those tokens attend to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvferry.shared.compression.installed import installed_methods
 from kvferry.shared.compression.plan import (
+    DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
     REBUDGET_TOKENS,
     Budget,
@@ -67,10 +68,12 @@ _RDKV: dict[str, ParamValue] = {
     # their bits; shorter completions are not packed
     "rebudget_tokens": 256,
 }
-_DRAFT: dict[str, ParamValue] = {"window": 1, DRAFT_TOKENS: 8}
-"""The query of the prompt's last token, from which the answer's first token follows, and the draft's. These
-attend to the answer itself, and the kernel need not reach from the question to it; but what is not in the
-draft is found with 9 more often than with 5 (benchmarks/results/eval/draft-kernels)."""
+_DRAFT: dict[str, ParamValue] = {DRAFT_TOKENS: 8, DRAFT_KERNEL_SIZE: 5, "widths": "0,4,8,16"}
+"""The draft attends to the answer itself, so its kernel need not reach there from the question, and the
+paper's 5 suffices. With 7 and 9 bits go to more tokens beside it (benchmarks/results/eval/draft-kernels).
+
+Deviation: no width of 2. The tokens that a head retains share the bits of its K channels, and many tokens of
+2 bits in V leave few for K (the same results)."""
 _HSA = Part(name="hsa")
 _THINK = Part(name="think", params={"channel_retention": 0.5, "window": _WINDOW})
 _PACKED = Part(name="packed", params={"k_bits": 4, "v_bits": 4})

@@ -17,6 +17,7 @@ from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import (
+    DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
     Allowed,
     Between,
@@ -29,6 +30,7 @@ from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable, find_t
 from kvferry.shared.compression.rdkv.weights import (
     ChannelWeights,
     channel_weights,
+    draft_weights,
     joint_weights,
     score_weights,
     token_weights,
@@ -44,8 +46,9 @@ RDKV_PARAMS: Allowed = {
     "rebudget_tokens": Between(0, 1 << 20),
     "with_attention": bool,
     DRAFT_TOKENS: Between(0, 64),
+    DRAFT_KERNEL_SIZE: Between(1, 255, odd=True),
 }
-RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False, DRAFT_TOKENS: 0}
+RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False, DRAFT_TOKENS: 0, DRAFT_KERNEL_SIZE: 5}
 """Of parameters that plans may lack: routers of earlier releases do not know them, nor do their workers."""
 
 
@@ -56,8 +59,9 @@ class RdkvSettings:
     Attributes:
         budget_tokens: B_tok per KV head: the bits of K and V of this many tokens in full precision.
         table: the distortion of each width.
-        window: how many of the prompt's last queries the weights use, beside those of a draft.
+        window: how many of the prompt's last queries the weights use.
         kernel_size: kernel of the average pooling of token weights.
+        draft_kernel_size: the same of the weights that a draft's queries give (`weights.draft_weights`).
         channel_weights: the formula of the channel weights, see `weights.channel_weights`.
         with_attention: where a scorer's scores weigh the tokens, whether the window's attention does, too
             (`weights.joint_weights`). Without scores it alone does, as in the paper.
@@ -68,6 +72,7 @@ class RdkvSettings:
     table: EpsilonTable
     window: int = 32
     kernel_size: int = 5
+    draft_kernel_size: int = 5
     channel_weights: ChannelWeights = "norms"
     with_attention: bool = False
     widths: tuple[int, ...] = WIDTHS
@@ -102,35 +107,38 @@ class Rebudgeting:
 def allocate_layer(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> LayerAllocation:
-    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries, and
-    after them those of the draft, if there is one.
+    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
 
-    Deviation: the paper has no draft. Its tokens get no bits: only their attention to the prompt counts.
+    Deviation: the paper has no draft. Its tokens get no bits: only their attention to the prompt counts, and
+    the queries that weigh the channels are theirs and the prompt's last.
 
     Args: scores: float32 `[H_kv, T]`, standardised, that weigh the tokens in place of the window's attention
         or with it; None: it alone does.
     """
     queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
-    keys, num_ahead = inputs.keys, 0
+    observed = queries
     if inputs.ahead is not None:
-        num_ahead = inputs.ahead.keys.shape[1]
-        queries = torch.cat([queries, inputs.ahead.queries], 2)
-        keys = torch.cat([keys, inputs.ahead.keys], 1)
+        observed = torch.cat([queries[:, :, -1:], inputs.ahead.queries], 2)
     if scores is not None and not settings.with_attention:
         weights = score_weights(scores)
     else:
         weights = token_weights(
-            queries,
-            keys,
-            scaling=inputs.scaling,
-            kernel_size=settings.kernel_size,
-            num_ahead=num_ahead,
+            queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
         )
+        if inputs.ahead is not None:
+            drafted = token_weights(
+                observed,
+                torch.cat([inputs.keys, inputs.ahead.keys], 1),
+                scaling=inputs.scaling,
+                kernel_size=settings.draft_kernel_size,
+                num_ahead=inputs.ahead.keys.shape[1],
+            )
+            weights = draft_weights(drafted, weights)
         if scores is not None:
             weights = joint_weights(weights, scores)
     return allocate(
         weights,
-        channel_weights(queries, inputs.keys, variant=settings.channel_weights),
+        channel_weights(observed, inputs.keys, variant=settings.channel_weights),
         budget_tokens=settings.budget_tokens,
         table=settings.table,
         widths=settings.widths,
@@ -179,6 +187,7 @@ def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> R
         table=find_table(params["epsilon_table"], fingerprint=fingerprint),
         window=params["window"],
         kernel_size=params["kernel_size"],
+        draft_kernel_size=params[DRAFT_KERNEL_SIZE],
         channel_weights=params["channel_weights"],
         with_attention=params["with_attention"],
         widths=_widths(params["widths"]),

@@ -22,6 +22,10 @@ _PER_DEVIATION = 0.125
 demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %
 in place of 100, 95, 95 and 90 %."""
 
+_LEFT_OVER = 1e-8
+"""So little that no token loses bits to which the draft attends. A thousandth costs bits of K, which all
+retained tokens share."""
+
 
 def token_weights(
     queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5, num_ahead: int = 0
@@ -47,6 +51,16 @@ def token_weights(
         return sums
     padded = F.pad(sums[:, None], (padding, padding), mode="reflect")
     return F.avg_pool1d(padded, kernel_size, stride=1)[:, 0]
+
+
+def draft_weights(drafted: Tensor, attention: Tensor) -> Tensor:
+    """`w_t = d_t + 1e-8 a_t`: the question's attention decides between tokens that no query of the draft
+    attends to, and gives them the bits that the others leave.
+
+    Args: drafted, attention: float32 `[H_kv, T]`, by the queries of the draft and of the window.
+    Returns: float32 `[H_kv, T]`.
+    """
+    return drafted + _LEFT_OVER * attention
 
 
 def score_weights(scores: Tensor) -> Tensor:

@@ -193,6 +193,38 @@ def test_tokens_of_the_draft_get_no_bits_and_tokens_that_they_attend_to_get_more
     assert not torch.equal(after.values, before.values)
 
 
+def test_bits_that_the_draft_leaves_go_to_tokens_that_the_question_attends_to() -> None:
+    """A prompt was smaller than its budget, because tokens without a weight got no bits."""
+    inputs = make_inputs(211, 6, 2)
+    assert inputs.ahead is not None
+    inputs.keys[:, 37] *= 9
+    queries = (90 * inputs.keys[:, 37])[:, None, None].expand(2, 2, 6, 8)
+    inputs.queries[:, :, -1] = queries[:, :, 0]
+    pointed = replace(inputs, ahead=replace(inputs.ahead, queries=queries))
+    bits = allocate_layer(rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=20)), inputs).settings, pointed)
+    assert (bits.values.sum(1, dtype=torch.int64) > 16 * 20 - 8).all()
+    # the kernel's five have most, and the others are those of the question's attention
+    assert (bits.values[:, 35:40] == 16).all()
+    weights = token_weights(inputs.queries[:, :, -32:], inputs.keys, scaling=inputs.scaling, kernel_size=9)
+    weights[:, 35:40] = 0
+    for head in range(2):
+        num_others = int((bits.values[head] > 0).sum()) - 5
+        assert num_others > 10
+        chosen = set(bits.values[head].nonzero()[:, 0].tolist()) - set(range(35, 40))
+        assert chosen == set(weights[head].topk(num_others).indices.tolist())
+
+
+def test_the_questions_attention_takes_no_bits_from_what_the_draft_attends_to() -> None:
+    """With a share of a thousandth many tokens of few bits left the others' K fewer."""
+    inputs = make_inputs(211, 6, 2)
+    settings = rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=8)), inputs).settings
+    other = replace(inputs, queries=inputs.queries.clone())
+    other.queries[:, :, -32:-1] = make_inputs(211, 6, 2).queries[:, :, :31]
+    first, second = (allocate_layer(settings, its) for its in (inputs, other))
+    assert torch.equal(first.values, second.values)
+    assert torch.equal(first.keys, second.keys)
+
+
 def rdkv_of(plan: CompressionPlan, inputs: LayerInputs) -> Rdkv:
     (fmt,) = formats_for(resolved_for(plan, inputs), inputs)
     assert isinstance(fmt, Rdkv)
@@ -202,7 +234,7 @@ def rdkv_of(plan: CompressionPlan, inputs: LayerInputs) -> Rdkv:
 def test_an_empty_draft_leaves_the_window() -> None:
     inputs = make_inputs(120, 4, 2)
     plan = plan_for("rdkv-draft", budget=Budget(tokens=12))
-    same = plan_for("rdkv", budget=Budget(tokens=12), overrides={"window": 1})
+    same = plan_for("rdkv", budget=Budget(tokens=12), overrides={"widths": "0,4,8,16"})
     none = replace(inputs, ahead=None)
     first = allocate_layer(rdkv_of(plan, inputs).settings, none)
     second = allocate_layer(rdkv_of(same, inputs).settings, none)

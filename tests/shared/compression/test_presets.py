@@ -72,8 +72,6 @@ def test_methods_that_score_by_the_last_queries_share_one_window_and_one_pooling
     """RDKV once had 5 where snapkv had 7 and rocketkv 63, so tables compared kernels, not methods."""
     shared: dict[str, set[object]] = {"window": set(), "kernel_size": set(), "pooling": set()}
     for plan in PRESETS.values():
-        if plan.method == "rdkv-draft":
-            continue  # most of its queries are those of the draft
         for part in (plan.scorer, plan.layer_allocation, plan.representation):
             for name, values in shared.items():
                 if part is not None and name in part.params:
