@@ -72,7 +72,7 @@ def resolve_plan(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_new_tokens}; both must be at "
             "least 1"
         )
-    _check(plan, num_layers)
+    check_plan(plan, num_layers)
     if layers:
         check_applicable(plan, tuple(layers))
     whole = LayerPlan(rows=num_prompt_tokens)
@@ -141,7 +141,7 @@ def check_resolved(
                 "allowed",
                 param="ticket.plan",
             )
-    _check(resolved.plan, num_layers)
+    check_plan(resolved.plan, num_layers)
 
 
 def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
@@ -155,8 +155,11 @@ def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
     return f"method {plan.method} finds nothing to compress in this prompt and model"
 
 
-def _check(plan: CompressionPlan, num_layers: int) -> None:
-    """Check that the plan's parts exist and can be combined."""
+def check_plan(plan: CompressionPlan, num_layers: int) -> None:
+    """Check a plan, whatever the prompt.
+
+    Raises: InvalidRequest: a part does not exist, has a wrong parameter or does not go with the others.
+    """
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
     fmt = format_class(plan.representation)

@@ -23,7 +23,8 @@ class EvalConfig(PlanSettings):
     )
     methods: str = Field(
         "full,snapkv,rocketkv",
-        description="methods to compare, or all; NAME:PARAMETER=VALUE changes a parameter (snapkv:window=16)",
+        description="methods to compare, or all; NAME:PARAMETER=VALUE changes a parameter "
+        "(snapkv:window=16), with + for a comma (rdkv:widths=0+4+8)",
     )
     budgets: str = Field(
         "50%,25%,10%,5%", description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B)"

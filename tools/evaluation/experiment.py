@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.compression.presets import method_names, plan_for
+from kvferry.shared.compression.resolve import check_plan
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.loading import checkpoint_dtype
 from kvferry.shared.model.spec import DTypeName
@@ -207,7 +208,7 @@ def _contenders(methods: str, targets: Sequence[Target]) -> Iterator[Contender]:
 
 
 def _plan(text: str) -> CompressionPlan:
-    """The plan of NAME or NAME:PARAMETER=VALUE:..."""
+    """The plan of NAME or NAME:PARAMETER=VALUE:... A `+` in a text is a comma."""
     name, *changes = text.split(":")
     _known("--methods", name, method_names())
     plan = plan_for(name)
@@ -223,7 +224,9 @@ def _plan(text: str) -> CompressionPlan:
             )
         overrides[key] = _param(text, value, params[key])
     try:
-        return plan_for(name, overrides=overrides or None)
+        plan = plan_for(name, overrides=overrides or None)
+        check_plan(plan, num_layers=1)
+        return plan
     except InvalidRequest as error:
         raise ConfigurationError(f"--methods has {text!r}: {error.message}") from error
 
@@ -233,6 +236,8 @@ def _param(text: str, value: str, default: ParamValue) -> ParamValue:
         if value not in ("true", "false"):
             raise ConfigurationError(f"--methods has {text!r}; {value!r} must be true or false")
         return value == "true"
+    if isinstance(default, str):
+        return value.replace("+", ",")
     try:
         return type(default)(value)
     except ValueError as error:

@@ -177,6 +177,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_runs(
         (("--methods", "snapkw"), "--methods has 'snapkw'; allowed are full, snapkv, "),
         (("--methods", "snapkv:size=3"), "snapkv has the parameters window, pooling, kernel_size"),
         (("--methods", "snapkv:window=x"), "'x' must be of type int"),
+        (("--methods", "rdkv:widths=0+3"), "widths of format 'rdkv' is '0,3'; it must be some of 0,2,4,8,16"),
         (("--tasks", "needle"), "--tasks has 'needle'; allowed are single_needle, "),
         (("--tasks", "single_needle,"), "comma-separated list"),
         (("--settings", "blind"), "allowed are aware, once, agnostic"),

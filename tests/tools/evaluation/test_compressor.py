@@ -83,3 +83,8 @@ def test_rows_are_counted_in_the_dtype_asked_for(
     assert made.sizes(full).full == made.sizes(full).kept == row_bytes * len(captured.token_ids)
     positions = 50 * 4 * spec.num_layers * spec.num_kv_heads
     assert made.sizes(snapkv).kept == 50 * row_bytes + positions
+
+
+def test_a_parameter_that_is_a_list_is_written_with_plus_signs(model: TransformersModel) -> None:
+    _, (contender,) = compressor(model, methods="rdkv:widths=0+4+16", budgets="60%")
+    assert contender.plan.representation.params["widths"] == "0,4,16"
