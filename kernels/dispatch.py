@@ -62,10 +62,12 @@ TORCH_OPS = (
     "sparq",
 )
 """Ops that have only a torch implementation."""
-NATIVE_OPS = ("decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
+NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
 """Ops that have C code for CPUs."""
+NATIVE_CALLS = ("chunk_scores",)
+"""Those of which every call is, the others only for a decode step's whole batch."""
 NATIVE_THREADS = 4
-"""The C code uses one thread; where torch has more than this, it is not used."""
+"""The C code of decode steps uses one thread; where torch has more than this, none is used."""
 
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
@@ -143,7 +145,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
     """
     path: KernelPath = "torch"
     # saves a CPU a call in every layer
-    if _state.mode in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
+    if op in NATIVE_CALLS or _state.mode in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         path = planned_path(op, device, unsupported)
     if _recording.calls is not None:
         _recording.calls[op, path] += 1
@@ -153,7 +155,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
-    """As `path_for`, without counting; "native" only for calls that are launched for a whole batch."""
+    """As `path_for`, without counting; "native" of ops outside `NATIVE_CALLS` only for a whole batch."""
     is_native = uses_native(op, device) and not is_quarantined(op)
     if is_native and (unsupported() if callable(unsupported) else unsupported) is None:
         return "native"

@@ -2,7 +2,8 @@
 
 First step of Compactor's attention scores, called once per layer while the prompt is prefilled. Does not
 pool, does not weight by values, does not select. In torch the float32 logits of one chunk exist at a time,
-and with shared queries those of as many chunks as fit into `MAX_LOGITS`. The Triton kernel stores none.
+and with shared queries those of as many chunks as fit into `MAX_LOGITS`. The C code stores those of a few
+queries, the Triton kernel none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem
+from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem, uses_native
 from kvferry.kernels.quarantine import attempt
 
 MAX_LOGITS = 1 << 24
@@ -49,8 +50,16 @@ def chunk_scores(
         )
     torch_path = shared_chunk_scores_torch if shared else chunk_scores_torch
     in_torch = partial(torch_path, queries, keys, chunk_tokens, scaling)
-    if path_for("chunk_scores", keys.device, partial(scores_problem, queries, keys)) == "torch":
+    # the C code takes any shapes and strides
+    problem = None if uses_native("chunk_scores", keys.device) else partial(scores_problem, queries, keys)
+    path = path_for("chunk_scores", keys.device, problem)
+    if path == "torch":
         return in_torch()
+    if path == "native":
+        # its check imports this module
+        from kvferry.kernels.chunk_scores import native
+
+        return native.chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
 
     def launch() -> Tensor:
         # a CPU install has no Triton

@@ -1,4 +1,4 @@
-"""Compares the C code of attention with torch, on a few small inputs, before it is used."""
+"""Compares the C code of attention and scores with torch, on a few small inputs, before it is used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvferry.kernels.chunk_scores import chunk_scores_torch, shared_chunk_scores_torch
+from kvferry.kernels.chunk_scores import native as chunks
 from kvferry.kernels.decode_batch import NewTokens, attend_in_c
 from kvferry.kernels.hsa import num_pages as count_pages
 from kvferry.kernels.hsa import torch_path as hsa_torch_path
@@ -21,7 +23,11 @@ from kvferry.kernels.trizone import torch_path
 
 def errors_of(loaded: ctypes.CDLL) -> dict[str, float]:
     """The greatest differences from torch, by what is computed."""
-    errors = {"attention": _of_attention(loaded), "sparse attention": _of_sparse(loaded)}
+    errors = {
+        "attention": _of_attention(loaded),
+        "sparse attention": _of_sparse(loaded),
+        "chunk scores": _of_chunks(loaded),
+    }
     if loaded.kvferry_kinds() >> KINDS[torch.float16] & 1:
         errors["attention to packed rows"] = _of_packed(loaded)
         errors["sparse attention to packed rows"] = _of_sparse_packed(loaded)
@@ -46,6 +52,23 @@ def _of_attention(loaded: ctypes.CDLL) -> float:
     for i, length in enumerate(lengths):
         weights = (0.3 * queries[i] @ keys[i, :length].T).softmax(-1)
         error = max(error, float((weights @ values[i, :length] - output[i]).abs().max()))
+    return error
+
+
+def _of_chunks(loaded: ctypes.CDLL) -> float:
+    """Whole chunks and a part of one, with their own queries and with shared ones; in units of a token."""
+    generator = torch.Generator().manual_seed(6)
+    queries = 2 * torch.randn(2, 3, 75, 24, generator=generator)
+    keys = torch.randn(2, 75, 24, generator=generator)
+    error = 0.0
+    for used, is_shared, in_torch in (
+        (queries, False, chunk_scores_torch),
+        (queries[:, :, :5], True, shared_chunk_scores_torch),
+    ):
+        scores = chunks.chunk_scores(
+            used, keys, chunk_tokens=34, scaling=0.3, shared=is_shared, function=loaded.kvferry_chunk_scores
+        )
+        error = max(error, float((scores - in_torch(used, keys, 34, 0.3)).abs().max()))
     return error
 
 

@@ -82,7 +82,7 @@ def is_available() -> bool:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a compiled file. Raises: NativeUnavailable: it does not attend as torch does."""
+    """Load a compiled file. Raises: NativeUnavailable: it does not compute what torch does."""
     loaded = ctypes.CDLL(str(path))
     pointers = [_pointer] * 8
     loaded.kvferry_project.argtypes = [_pointer, _int, *pointers]
@@ -98,6 +98,11 @@ def load(path: Path) -> ctypes.CDLL:
             *(_float, _pointer),
         ]
         attending.restype = ctypes.c_int
+    loaded.kvferry_chunk_scores.argtypes = [
+        *(_pointer, _pointer, _pointer, _int, _int, _int, _int, _int, ctypes.c_int),
+        *(_int, _int, _float, _pointer),
+    ]
+    loaded.kvferry_chunk_scores.restype = ctypes.c_int
     for attending in (loaded.kvferry_attend_packed, loaded.kvferry_attend_packed_sparse):
         attending.argtypes = [
             *(_pointer, _int, _int, _pointer, _int),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
@@ -10,8 +12,10 @@ from kvtest.reference.scores import chunk_scores_reference, shared_chunk_scores_
 from torch import Tensor
 
 from kvferry.kernels.chunk_scores import chunk_scores, chunk_scores_torch, shared_chunk_scores_torch
+from kvferry.kernels.dispatch import torch_only
 
 shared_chunk_scores = partial(chunk_scores, shared=True)
+Context = Callable[[], AbstractContextManager[None]]
 
 
 def make(group: int, num_queries: int, num_tokens: int, num_kv_heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -20,27 +24,31 @@ def make(group: int, num_queries: int, num_tokens: int, num_kv_heads: int = 2) -
     return queries, torch.randn(num_kv_heads, num_tokens, 16, generator=generator)
 
 
+@pytest.mark.parametrize("context", [nullcontext, torch_only])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(
     ("num_tokens", "chunk_tokens"), [(0, 4), (1, 1), (1, 9), (7, 1), (8, 8), (9, 8), (97, 32), (301, 256)]
 )
-def test_scores_equal_the_reference(group: int, num_tokens: int, chunk_tokens: int) -> None:
+def test_scores_equal_the_reference(group: int, num_tokens: int, chunk_tokens: int, context: Context) -> None:
     queries, keys = make(group, num_tokens, num_tokens)
-    scores = chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=0.25)
+    with context():
+        scores = chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=0.25)
     assert scores.dtype == torch.float32
     expected = chunk_scores_reference(queries, keys, chunk_tokens, 0.25)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("context", [nullcontext, torch_only])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(
     ("num_queries", "num_tokens", "chunk_tokens"), [(1, 0, 4), (1, 1, 1), (1, 9, 8), (5, 97, 32), (40, 31, 8)]
 )
 def test_shared_scores_equal_the_reference(
-    group: int, num_queries: int, num_tokens: int, chunk_tokens: int
+    group: int, num_queries: int, num_tokens: int, chunk_tokens: int, context: Context
 ) -> None:
     queries, keys = make(group, num_queries, num_tokens)
-    scores = shared_chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=0.25)
+    with context():
+        scores = shared_chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=0.25)
     assert scores.dtype == torch.float32
     expected = shared_chunk_scores_reference(queries, keys, chunk_tokens, 0.25)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
