@@ -133,7 +133,7 @@ def allocate_layer(
                 kernel_size=settings.draft_kernel_size,
                 num_ahead=inputs.ahead.keys.shape[1],
             )
-            weights = draft_weights(drafted, weights)
+            weights = draft_weights(drafted / observed.shape[2], weights / queries.shape[2])
         if scores is not None:
             weights = joint_weights(weights, scores)
     return allocate(

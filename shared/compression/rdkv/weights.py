@@ -22,9 +22,10 @@ _PER_DEVIATION = 0.125
 demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %
 in place of 100, 95, 95 and 90 %."""
 
-_LEFT_OVER = 1e-8
-"""So little that no token loses bits to which the draft attends. A thousandth costs bits of K, which all
-retained tokens share."""
+_QUESTIONS_SHARE = 0.03
+"""Of a draft's weights, what the question's attention counts: it finds what the answer needs after the draft.
+With less, that is hardly found; more costs the draft's tokens bits of K, which all retained tokens share
+(benchmarks/results/eval/README.md)."""
 
 
 def token_weights(
@@ -54,13 +55,12 @@ def token_weights(
 
 
 def draft_weights(drafted: Tensor, attention: Tensor) -> Tensor:
-    """`w_t = d_t + 1e-8 a_t`: the question's attention decides between tokens that no query of the draft
-    attends to, and gives them the bits that the others leave.
+    """`w_t = d_t + 0.03 a_t`: what the draft's queries attend to, and what the question's do.
 
-    Args: drafted, attention: float32 `[H_kv, T]`, by the queries of the draft and of the window.
+    Args: drafted, attention: float32 `[H_kv, T]`, of `token_weights`, divided by the number of queries.
     Returns: float32 `[H_kv, T]`.
     """
-    return drafted + _LEFT_OVER * attention
+    return drafted + _QUESTIONS_SHARE * attention
 
 
 def score_weights(scores: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import Ahead, LayerInputs
 from kvferry.shared.compression.plan import Budget, CompressionPlan, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv.allocation import allocate
 from kvferry.shared.compression.rdkv.compress import allocate_layer
-from kvferry.shared.compression.rdkv.weights import token_weights
+from kvferry.shared.compression.rdkv.weights import channel_weights, token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import Cancelled
 from kvferry.shared.model.bridge import TransformersModel
@@ -189,7 +190,8 @@ def test_tokens_of_the_draft_get_no_bits_and_tokens_that_they_attend_to_get_more
     settings = rdkv_of(plan, inputs).settings
     before, after = (allocate_layer(settings, its) for its in (inputs, pointed))
     assert after.values.shape == before.values.shape == (2, 211)
-    assert (after.values[:, wanted] > before.values[:, wanted]).all()
+    near = slice(wanted - 2, wanted + 3)
+    assert (after.values[:, near].sum(1) > before.values[:, near].sum(1)).all()
     assert not torch.equal(after.values, before.values)
 
 
@@ -204,7 +206,8 @@ def test_bits_that_the_draft_leaves_go_to_tokens_that_the_question_attends_to() 
     bits = allocate_layer(rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=20)), inputs).settings, pointed)
     assert (bits.values.sum(1, dtype=torch.int64) > 16 * 20 - 8).all()
     # the kernel's five have most, and the others are those of the question's attention
-    assert (bits.values[:, 35:40] == 16).all()
+    others = torch.cat([bits.values[:, :35], bits.values[:, 40:]], 1)
+    assert (bits.values[:, 35:40].amin(1) > others.amax(1)).all()
     weights = token_weights(inputs.queries[:, :, -32:], inputs.keys, scaling=inputs.scaling, kernel_size=9)
     weights[:, 35:40] = 0
     for head in range(2):
@@ -214,15 +217,30 @@ def test_bits_that_the_draft_leaves_go_to_tokens_that_the_question_attends_to() 
         assert chosen == set(weights[head].topk(num_others).indices.tolist())
 
 
-def test_the_questions_attention_takes_no_bits_from_what_the_draft_attends_to() -> None:
-    """With a share of a thousandth many tokens of few bits left the others' K fewer."""
-    inputs = make_inputs(211, 6, 2)
-    settings = rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=8)), inputs).settings
-    other = replace(inputs, queries=inputs.queries.clone())
-    other.queries[:, :, -32:-1] = make_inputs(211, 6, 2).queries[:, :, :31]
-    first, second = (allocate_layer(settings, its) for its in (inputs, other))
-    assert torch.equal(first.values, second.values)
-    assert torch.equal(first.keys, second.keys)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("num_tokens", "num_ahead"), [(5, 1), (33, 3), (97, 8)])
+def test_the_draft_weighs_most_and_the_question_three_hundredths(
+    num_tokens: int, num_ahead: int, group: int
+) -> None:
+    inputs = make_inputs(num_tokens, num_ahead, group)
+    settings = rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=2)), inputs).settings
+    window = min(32, num_tokens)
+    none = replace(inputs, ahead=Ahead(queries=inputs.queries[:, :, :0], keys=inputs.keys[:, :0]))
+    drafted = reference_weights(inputs, 1, 5) / (1 + num_ahead)
+    weights = drafted + 0.03 * reference_weights(none, window, 9) / window
+    assert inputs.ahead is not None
+    queries = torch.cat([inputs.queries[:, :, -1:], inputs.ahead.queries], 2)
+    expected = allocate(
+        weights,
+        channel_weights(queries, inputs.keys),
+        budget_tokens=2,
+        table=settings.table,
+        widths=(0, 4, 8, 16),
+    )
+    found = allocate_layer(settings, inputs)
+    assert torch.equal(found.keys, expected.keys)
+    # of two tokens with nearly equal weights either may be the last one
+    assert (found.values != expected.values).sum() <= 4
 
 
 def rdkv_of(plan: CompressionPlan, inputs: LayerInputs) -> Rdkv:
