@@ -98,7 +98,7 @@ def test_both_weights_follow_the_lines_of_a_listing_that_the_question_does_not_n
 EIGHT = (*TASKS, "table", "code_listing", "distant_pair", "distant_values")
 
 
-@pytest.mark.parametrize(("budget", "points"), [("10%", 0.5), ("5%", 0.5), ("2.5%", 1), ("1%", 1.5)])
+@pytest.mark.parametrize(("budget", "points"), [("10%", 0.5), ("5%", 1), ("2.5%", 1), ("1%", 0.5)])
 def test_a_draft_answers_what_the_full_cache_answers_at_every_budget(budget: str, points: float) -> None:
     found = accuracies("draft", "aware")
     assert mean(found, "rdkv-draft", budget) >= mean(found, "full", _FULL) - 1
@@ -116,7 +116,30 @@ def test_a_draft_answers_what_the_full_cache_answers_at_every_budget(budget: str
 def test_a_draft_answers_long_prompts_as_the_full_cache_does(budget: str) -> None:
     found = accuracies("draft-4096", "aware")
     for task in ("multi_key_8", "code_listing", "distant_values"):
-        assert found["rdkv-draft", budget, task] >= found["full", _FULL, task] - 3.4  # two of 60
+        assert found["rdkv-draft", budget, task] >= found["full", _FULL, task] - 5.1  # three of 60
+
+
+def test_what_a_draft_ends_before_is_found_where_its_kernel_leaves_bits() -> None:
+    """Answers of nine tokens, of which a draft of four has the first half."""
+    found = accuracies("draft-kernels", "aware")
+    shorter = "rdkv-draft:draft_tokens=4"
+    assert found[shorter, "2.5%", "distant_values"] >= found["rdkv", "2.5%", "distant_values"] - 5
+    assert found["rdkv-draft", "1%", "code_listing"] >= 15 + max(
+        found["rdkv-draft:draft_kernel_size=9", "1%", "code_listing"], found["rdkv", "1%", "code_listing"]
+    )
+
+
+@pytest.mark.parametrize("choice", ["rdkv", "rdkv-draft"])
+def test_on_long_answers_no_papers_method_is_above_by_more_than_the_noise(choice: str) -> None:
+    """4 points of 100 questions, and where a method is above the full KV, the full KV counts. One cell is:
+    Compactor retains the lines of a listing that the question does not name."""
+    papers, drafts = accuracies("papers-long", "aware"), accuracies("draft", "aware")
+    above = set()
+    for (method, budget, task), accuracy in papers.items():
+        own = drafts[choice, budget, task] if budget != _FULL else 100.0
+        if own < min(accuracy, papers["full", _FULL, task]) - 4:
+            above.add((method, budget, task))
+    assert above == ({("compactor", "10%", "code_listing")} if choice == "rdkv" else set())
 
 
 def test_a_draft_is_no_help_where_the_question_comes_later() -> None:
