@@ -67,7 +67,8 @@ NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa"
 NATIVE_CALLS = ("chunk_scores",)
 """Those of which every call is, the others only for a decode step's whole batch."""
 NATIVE_THREADS = 4
-"""The C code of decode steps uses one thread; where torch has more than this, none is used."""
+"""The C code of decode steps uses one thread; where torch has more than this, it is not used. That of
+`NATIVE_CALLS` uses as many as torch."""
 
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
@@ -183,7 +184,9 @@ def uses_native(op: str, device: torch.device) -> bool:
     """Whether C code may run an op's float32 calls on this thread."""
     if op not in NATIVE_OPS or device.type != "cpu" or _state.mode != "auto":
         return False
-    if _torch_only.is_on or rehearsing.is_on or torch.get_num_threads() > NATIVE_THREADS:
+    if _torch_only.is_on or rehearsing.is_on:
+        return False
+    if op not in NATIVE_CALLS and torch.get_num_threads() > NATIVE_THREADS:
         return False
     if _state.has_native is None:
         _state.has_native = is_available()

@@ -63,9 +63,11 @@ def test_scores_equal_the_equation(
 def test_the_number_of_threads_changes_no_bit() -> None:
     queries, keys = make(3, 301, 301, 24)
     found = []
-    for number in (1, 2, 4):
-        torch.set_num_threads(number)
-        found.append(chunk_scores(queries, keys, chunk_tokens=32, scaling=0.2))
+    with dispatch.recording() as calls:
+        for number in (1, 2, dispatch.NATIVE_THREADS + 1):
+            torch.set_num_threads(number)
+            found.append(chunk_scores(queries, keys, chunk_tokens=32, scaling=0.2))
+    assert calls == {("chunk_scores", "native"): 3}
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
