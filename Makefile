@@ -1,12 +1,14 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
-# make test    set up what the tests need, then lint, types, import contracts and tests
-# make policies  an environment with checkov, for the tests of the manifests; test makes it where it can
+# make test    what every change must pass: lint, types, import contracts, and the tests with a covering set of each
+#              matrix. STRESS=1 runs them beside two busy loops, ORDER=7 in another order
+# make test-all  the same with whole matrices and everything that needs large packages; before a release. It writes
+#              benchmarks/results/test-all/latest.json
 # make debian  the Debian packages that some tests need; test does it by itself where it may
-# make lm-eval an environment with lm-eval for the test that runs it; test does it by itself where it can
-# make schemathesis, make atheris  the tools of the fuzzing tests, each by itself; test makes them where it can
+# make lm-eval, schemathesis, atheris, policies, kvpress  an environment of its own for what some tests of test-all
+#              run; test-all makes them where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
-# make peers   the test of `kvferry bench` beside vLLM's CPU build, which it installs into an environment of its own
+# make peers   an environment with vLLM's CPU build, and the test of `kvferry bench` beside it
 # make bench-peers  measure beside it; ARGS go to benchmarks/peers.py
 # make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
 # make audit   ask whether the installed packages have known weaknesses
@@ -16,6 +18,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadgroup
+STRESS ?=
+ORDER ?=
+REPORT ?=
 LM_EVAL := $(VENV)-lm-eval/bin/lm_eval
 SCHEMATHESIS := $(VENV)-schemathesis/bin/schemathesis
 ATHERIS := $(VENV)-atheris
@@ -25,23 +30,44 @@ DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptable
 BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers
+KVPRESS := $(VENV)-kvpress
+ALL_REPORT := benchmarks/results/test-all/latest.json
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test debian lm-eval schemathesis atheris policies lint types contracts audit peers bench-peers hashed hashes release clean
+.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress lint types contracts audit peers bench-peers hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
 # The container tests need both processors, so they come last and by themselves.
-test: debian lm-eval schemathesis atheris policies lint types contracts
-	LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" \
-	SCHEMATHESIS_COMMAND="$$(realpath -e $(SCHEMATHESIS) 2>/dev/null)" \
-	ATHERIS_PATH="$$(realpath -e $(ATHERIS) 2>/dev/null)" $(BIN)/pytest $(PYTEST_ARGS) --ignore tests/containers
-	$(BIN)/pytest tests/containers
+define run_tests
+	$(if $(STRESS),for loop in 1 2; do $(PYTHON) -c 'while True: pass' & loops="$$loops $$!"; done; trap 'kill $$loops' EXIT;) \
+	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report $(REPORT)) \
+		$(1) --ignore tests/containers && \
+	$(BIN)/pytest $(if $(REPORT),--report $(REPORT)) $(1) tests/containers
+endef
+
+test: environment lint types contracts
+	$(call run_tests)
+
+# Where something cannot be installed, the tests that need it skip, and say why.
+test-all: environment lm-eval schemathesis atheris policies kvpress lint types contracts
+	-$(MAKE) $(PEERS)/.installed
+	rm -f $(ALL_REPORT)
+	export LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" \
+		SCHEMATHESIS_COMMAND="$$(realpath -e $(SCHEMATHESIS) 2>/dev/null)" \
+		ATHERIS_PATH="$$(realpath -e $(ATHERIS) 2>/dev/null)" \
+		$$([ ! -e $(KVPRESS)/.installed ] || echo KVFERRY_KVPRESS_PYTHON="$$PWD/$(KVPRESS)/bin/python") \
+		$$([ ! -e $(PEERS)/.installed ] || echo PEERS="$$PWD/$(PEERS)"); \
+	$(call run_tests,--all) ; status=$$?; cat $(ALL_REPORT); exit $$status
+
+# Packages come from two registries, so both are asked at once.
+environment:
+	@$(MAKE) --no-print-directory --jobs 2 debian $(INSTALLED_DEV)
 
 # checkov pins packages that the services have other versions of, so it has an environment of its own.
 policies:
@@ -77,6 +103,13 @@ schemathesis:
 			schemathesis==4.32.5; } || \
 		echo "schemathesis could not be installed; its test skips, and says why" >&2
 
+# The release of kvpress that methods are compared with; it needs an older transformers.
+kvpress:
+	@[ -e $(KVPRESS)/.installed ] || { $(PYTHON) -m venv $(KVPRESS) && \
+		$(KVPRESS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile \
+			-r tests/crosscheck/requirements-kvpress.txt && touch $(KVPRESS)/.installed; } || \
+		echo "kvpress could not be installed; its test skips, and says why" >&2
+
 # A folder by itself, because it is for Linux and some versions of Python only.
 atheris: $(INSTALLED_DEV)
 	@[ -d $(ATHERIS)/atheris ] || $(PIP) install --quiet --target $(ATHERIS) atheris==3.0.0 || \
@@ -100,7 +133,7 @@ audit: $(INSTALLED)
 
 # Not part of the tests, because vLLM is large; .ci/optional runs it.
 peers: $(INSTALLED_DEV) $(PEERS)/.installed
-	PEERS="$$(realpath $(PEERS))" $(BIN)/pytest tests/tools/bench/test_beside_vllm.py
+	PEERS="$$(realpath $(PEERS))" $(BIN)/pytest --all tests/tools/bench/test_beside_vllm.py
 
 # Not part of the tests: the figures need an idle machine.
 bench-peers: $(INSTALLED) $(PEERS)/.installed

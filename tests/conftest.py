@@ -13,7 +13,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-from hypothesis import settings
 from kvtest import fast_interpreter
 from kvtest.redis_server import RedisServer
 from kvtest.tiny_models import make_model
@@ -21,10 +20,7 @@ from kvtest.tiny_models import make_model
 from kvferry.kernels import quarantine
 from kvferry.models import DEMO_MODEL
 
-# A change is judged by the same examples each time; "search" looks for new ones (CONTRIBUTING.md).
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("search", print_blob=True)
-settings.load_profile("repeatable")
+pytest_plugins = ("kvtest.lanes", "kvtest.report")
 fast_interpreter.install()
 
 

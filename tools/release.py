@@ -4,13 +4,14 @@
 
 The entries below `## Unreleased` in CHANGELOG.md become those of the version, and the tag's message. Files
 are built before anything is committed; where a step fails, the files that it changed are as they were.
-Nothing is pushed. Needs the `dev` extra, and git.
+`make test-all` must have passed on what is released. Nothing is pushed. Needs the `dev` extra, and git.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ _VERSION_LINES = {
     Path("deploy/helm/kvferry/values-cpu.yaml"): r"^  tag: cpu-(.*)$",
 }
 """Where the version stands; the first one owns it."""
+_TESTED = Path("benchmarks/results/test-all/latest.json")
 _TIMEOUT_S = 600.0
 
 
@@ -74,11 +76,30 @@ def _check(repository: Path, version: str, tag: str) -> str:
         raise Refused(f"there are uncommitted changes:\n{changed}")
     if _run(repository, "git", "tag", "--list", tag):
         raise Refused(f"the tag {tag} exists")
+    _check_tests(repository)
     _, found, rest = (repository / "CHANGELOG.md").read_text(encoding="utf-8").partition(_UNRELEASED)
     entries = re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0].strip()
     if not found or not entries:
         raise Refused("CHANGELOG.md has no entries below '## Unreleased'")
     return entries
+
+
+def _check_tests(repository: Path) -> None:
+    """The whole tests have passed on what is released. Their result may be a commit of its own."""
+    path = repository / _TESTED
+    if not path.exists():
+        raise Refused(f"there is no {_TESTED}; make test-all writes it")
+    tested = json.loads(path.read_text(encoding="utf-8"))
+    counts = tested["counts"]
+    if tested["lane"] != "all" or not counts["passed"] or counts.get("failed") or counts.get("error"):
+        raise Refused(f"{_TESTED} is of lane {tested['lane']!r} with {counts}; make test-all must pass")
+    without_result = ("--", f":!{_TESTED}")
+    try:
+        changed = _run(repository, "git", "diff", "--name-only", tested["commit"], "HEAD", *without_result)
+    except subprocess.CalledProcessError:
+        raise Refused(f"{_TESTED} is of {tested['commit']!r}, which is no commit here") from None
+    if changed:
+        raise Refused(f"{_TESTED} is of {tested['commit'][:12]}, and these have changed since:\n{changed}")
 
 
 def _present_version(repository: Path) -> str:

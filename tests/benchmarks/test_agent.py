@@ -33,6 +33,7 @@ def test_the_committed_twenty_turns_are_within_the_goals() -> None:
         assert its["prefilled_tokens"] <= 1.1 * its["new_tokens"]
 
 
+@pytest.mark.full
 def test_six_turns_ship_and_prefill_what_is_new(tmp_path: Path) -> None:
     output = tmp_path / "agent.json"
     options = ("--turns", str(NUM_TURNS), "--plans", "rocketkv:1024", "--output", str(output))

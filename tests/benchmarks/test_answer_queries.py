@@ -13,6 +13,7 @@ SCRIPT = BENCHMARKS / "answer_queries.py"
 METHODS = ("rdkv", "compactor-rdkv", "rdkv-union")
 
 
+@pytest.mark.full
 def test_every_weight_is_measured_at_every_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ SCRIPT = REPOSITORY / "benchmarks" / "compression_cost.py"
 FOLDER = REPOSITORY / "benchmarks" / "results" / "compression-cost"
 
 
+@pytest.mark.full
 def test_each_methods_share_of_prefill_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

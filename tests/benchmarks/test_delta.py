@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("stack")
 
 
+@pytest.mark.full
 def test_bytes_shipped_and_spared_are_counted_by_plan(tmp_path: Path) -> None:
     output = tmp_path / "delta.json"
     options = ("--tokens", "300", "--turns", "3", "--plans", "snapkv:64", "--output", str(output))

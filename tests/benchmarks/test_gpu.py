@@ -30,6 +30,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(tmp_path: Path) -> None:
     """Kernels in the interpreter; the code that times, steps, prefills, tabulates and draws, on the CPU."""
@@ -71,6 +72,7 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
     assert drawn | {"prefill-overhead.png"} <= set(os.listdir(plots))
 
 
+@pytest.mark.full
 def test_what_there_is_no_time_for_is_listed_as_skipped() -> None:
     script = f"""
 import sys
@@ -152,10 +154,10 @@ def test_without_a_gpu_it_measures_nothing_and_says_so() -> None:
     [
         # every kernel for either architecture, at one shape each: a whole table takes minutes
         ("Llama-3.1-8B", "", {"sm_90"}),
-        ("D256-G16-fp16", "", {"sm_80"}),
+        pytest.param("D256-G16-fp16", "", {"sm_80"}, marks=pytest.mark.full),
         # two that have spilled where head_dim is no power of two
-        ("D96-G7-bf16", "chunk_scores", {"sm_80", "sm_90"}),
-        ("D96-G4-fp16", "dense_decode", {"sm_80", "sm_90"}),
+        pytest.param("D96-G7-bf16", "chunk_scores", {"sm_80", "sm_90"}, marks=pytest.mark.full),
+        pytest.param("D96-G4-fp16", "dense_decode", {"sm_80", "sm_90"}, marks=pytest.mark.full),
     ],
 )
 def test_kernels_compile_for_both_architectures_within_their_gates(
@@ -195,6 +197,7 @@ def stored_rows(path: Path = STORED) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.full
 def test_two_programs_of_dense_decode_are_on_every_multiprocessor(tmp_path: Path) -> None:
     """An L4's has 100 KiB, of which each program takes 1 beside its own, so tiles are smaller there."""
     output = tmp_path / "compile.json"

@@ -24,6 +24,7 @@ def run(script: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server: Any) -> None:
     output = tmp_path / "history.json"
     options = ("--tokens", "600", "--repeats", "1", "--redis", redis_server.url, "--output", str(output))
@@ -38,6 +39,7 @@ def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server
         assert f"{source}: {seconds[source][0] * 1000:.0f} ms" in printed
 
 
+@pytest.mark.full
 def test_precision_is_measured_in_bytes_and_answers(tmp_path: Path) -> None:
     output = tmp_path / "precision.json"
     run("history_precision.py", "--tokens", "300", "--examples", "2", "--output", str(output))

@@ -35,6 +35,7 @@ def test_the_committed_result_is_of_2000_connections_within_the_bounds() -> None
     check(json.loads(RESULT.read_text()), 2000)
 
 
+@pytest.mark.full
 def test_idle_connections_cost_what_they_should(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = subprocess.run(

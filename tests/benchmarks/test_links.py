@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_the_link_study_measures_slow_links_and_models_fast_ones(tmp_path: Path) -> None:
     options = ("--gbits", "1", "400", "--tokens", "2048", "--cell-s", "0.1", "--output", str(tmp_path))
     done = subprocess.run(

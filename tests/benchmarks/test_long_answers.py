@@ -52,6 +52,7 @@ def test_a_segment_run_at_once_gives_what_decodes_caches_give_token_by_token(
     assert 299 == caches.num_appended == blocks.num_appended
 
 
+@pytest.mark.full
 def test_every_method_is_measured_within_its_bytes(
     script: dict[str, Any],
     tmp_path: Path,

@@ -17,6 +17,8 @@ STORED = json.loads((ROOT / "benchmarks" / "results" / "kernels" / "roofline.jso
 KERNELS = ROOT / "src" / "kvferry" / "kernels"
 WORSE = 1.03
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

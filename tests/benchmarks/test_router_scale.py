@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_costs_are_measured_by_workers_and_by_sessions(tmp_path: Path) -> None:
     output = tmp_path / "scale.json"
     options = (

@@ -111,6 +111,7 @@ async def test_real_clusters_with_queues_are_simulated_within_a_quarter() -> Non
         assert 0.75 < ratios["router_cpu_ms"] < 1.33, its
 
 
+@pytest.mark.full
 async def test_a_real_cluster_of_two_routers_is_measured_and_simulated(tmp_path: Path) -> None:
     from scale_simulation import check_cluster
 

@@ -15,6 +15,7 @@ RESULT = ROOT / "benchmarks" / "results" / "short-prompts" / "demo.json"
 pytestmark = pytest.mark.xdist_group("stack")
 
 
+@pytest.mark.full
 def test_trips_and_batches_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "short.json"
     done = subprocess.run(

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_no_draw_puts_the_vocabulary_in_order(tmp_path: Path) -> None:
     output = tmp_path / "top_p.json"
     done = subprocess.run(

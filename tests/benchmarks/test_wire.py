@@ -14,6 +14,7 @@ from kvferry.shared.wire.shared_memory import IS_SUPPORTED
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_the_wire_benchmark_writes_both_sides_of_each_ratio(tmp_path: Path) -> None:
     output = tmp_path / "wire.json"
     options = ("--megabytes", "64", "--repeats", "1", "--output", str(output))

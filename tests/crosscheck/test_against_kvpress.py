@@ -407,7 +407,7 @@ def test_fixtures_are_of_the_pinned_versions() -> None:
     assert about()["versions"] == pins
 
 
-@pytest.mark.kvpress
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(INTERPRETER not in os.environ, reason=f"{INTERPRETER} names no interpreter with kvpress")
 def test_kvpress_makes_the_stored_fixtures_again(tmp_path: Path) -> None:

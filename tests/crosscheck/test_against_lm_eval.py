@@ -2,7 +2,7 @@
 `logprobs` are a plain transformers forward's.
 
 lm-eval runs in an environment of its own, which `make lm-eval` makes; LM_EVAL_COMMAND names its `lm_eval`
-command, as `make test` does. Nothing is downloaded: the task is the file that is written here.
+command, as `make test-all` does. Nothing is downloaded: the task is the file that is written here.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def records() -> list[dict[str, object]]:
     return made
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.environ.get(COMMAND), reason=f"{COMMAND} names no lm_eval command")
 @pytest.mark.timeout(600)
 def test_its_likelihoods_are_transformers_own(tmp_path: Path, demo_model_dir: Path) -> None:

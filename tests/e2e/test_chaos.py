@@ -12,13 +12,14 @@ from kvtest.chaos.cluster import running
 from kvtest.chaos.faults import Only
 from kvtest.chaos.run import Report, run_round
 from kvtest.chaos.script import METHODS, Script, make_script
+from kvtest.lanes import is_whole
 
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(1200)]
 
-NUM_FAULTS = 300
+NUM_FAULTS, ALL_FAULTS = 40, 300
 MAX_ROUNDS = 60
 FIRST_SEED = 1
 MAX_TOKENS = (12, 24, 48)
@@ -36,19 +37,20 @@ def scripts(demo_model_dir: Path) -> list[Script]:
 
 
 async def test_every_request_ends_right_or_by_name_whatever_strikes(
-    scripts: list[Script], tmp_path: Path
+    scripts: list[Script], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    report = Report()
+    report, num_faults = Report(), ALL_FAULTS if is_whole(pytestconfig) else NUM_FAULTS
     async with running(tmp_path) as cluster:
         for seed in range(FIRST_SEED, FIRST_SEED + MAX_ROUNDS):
             await run_round(cluster, scripts, seed, report)
             assert not report.outcome.violations, (seed, report.as_json())
-            if report.num_faults >= NUM_FAULTS:
+            if report.num_faults >= num_faults:
                 break
-    assert report.num_faults >= NUM_FAULTS, report.as_json()
+    assert report.num_faults >= num_faults, report.as_json()
     assert report.outcome.right > report.conversations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("role", "planted", "only", "found"),
     [

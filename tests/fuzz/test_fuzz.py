@@ -39,7 +39,7 @@ def targets() -> Iterator[dict[str, Target]]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_nearly_right_bytes_are_read_or_refused_by_name(
     targets: dict[str, Target], name: str, rng: Random

@@ -34,6 +34,7 @@ def test_the_committed_inputs_are_read_or_refused_by_name(name: str) -> None:
     assert len(outcomes) >= 4
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_ATHERIS, reason="atheris is missing; make atheris installs it where it can")
 @pytest.mark.parametrize("name", GUIDED)
 def test_inputs_that_coverage_guides_are_read_or_refused_by_name(name: str) -> None:

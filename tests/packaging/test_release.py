@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tarfile
@@ -54,16 +55,42 @@ def release(clone: Path, version: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=280)
 
 
+def tested(clone: Path, **changed: object) -> None:
+    """Commit what `make test-all` writes."""
+    result = {"commit": git(clone, "rev-parse", "HEAD"), "lane": "all", "counts": {"passed": 9}} | changed
+    path = clone / "benchmarks" / "results" / "test-all" / "latest.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result))
+    git(clone, "add", "--all")
+    git(clone, "commit", "--quiet", "--message", "whole tests")
+
+
+def test_what_the_whole_tests_have_not_passed_on_is_not_released(clone: Path) -> None:
+    head = git(clone, "rev-parse", "HEAD")
+    assert "there is no benchmarks/results/test-all/latest.json" in release(clone, "0.2.0").stderr
+    tested(clone, counts={"passed": 9, "failed": 1})
+    assert "must pass" in release(clone, "0.2.0").stderr
+    tested(clone, lane="fast")
+    assert "is of lane 'fast'" in release(clone, "0.2.0").stderr
+    tested(clone, commit=f"{head} and changes")
+    assert "is no commit here" in release(clone, "0.2.0").stderr
+    (clone / "README.md").write_text("Other words.")
+    tested(clone, commit=head)
+    assert "have changed since:\nREADME.md" in release(clone, "0.2.0").stderr
+    git(clone, "reset", "--quiet", "--hard", head)
+
+
 def test_a_release_that_does_not_build_changes_nothing(clone: Path) -> None:
     path = clone / "pyproject.toml"
     path.write_text(path.read_text().replace('build-backend = "', 'build-backend = "there_is_no.'))
     git(clone, "commit", "--quiet", "--all", "--message", "broken")
+    tested(clone)
     head = git(clone, "rev-parse", "HEAD")
     assert release(clone, "0.2.0").returncode != 0
     assert git(clone, "rev-parse", "HEAD") == head
     assert git(clone, "status", "--porcelain", "--untracked-files=no") == ""
     assert git(clone, "tag", "--list") == ""
-    git(clone, "reset", "--quiet", "--hard", "HEAD~1")
+    git(clone, "reset", "--quiet", "--hard", "HEAD~2")
 
 
 def test_a_release_is_one_command(clone: Path) -> None:
@@ -80,6 +107,7 @@ def test_a_release_is_one_command(clone: Path) -> None:
     changelog.write_text("# Changelog\n\n## Unreleased\n\n- It can be released.\n\n## 0.1.0\n\n- First.\n")
     assert "uncommitted changes" in release(clone, "0.2.0").stderr
     git(clone, "commit", "--quiet", "--all", "--message", "changelog")
+    tested(clone)
     assert before != changelog.read_text(encoding="utf-8")
 
     done = release(clone, "0.2.0")

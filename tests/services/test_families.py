@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from kvtest.families import FAMILIES, WINDOW
+from kvtest.families import FAMILIES, ONE_OF_EACH_KIND, WINDOW
+from kvtest.lanes import some
 from kvtest.pair import Pair, Turn
 from kvtest.transformers_model import Reference, greedy, plan_of, prompt_of
 
@@ -29,7 +30,7 @@ _TIE, _TIES = 1e-4, {"zamba2": 0.2}
 transformers' own two forms of Zamba 2, for prompts and for steps, differ by so much."""
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=some(FAMILIES, *ONE_OF_EACH_KIND))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return FAMILIES[request.param].save(tmp_path)
 

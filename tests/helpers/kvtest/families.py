@@ -266,3 +266,17 @@ FAMILIES: Mapping[str, Family] = {
     "mistral-full": Family(model_type="mistral", settings={"sliding_window": None}),
 }
 """By name; one that differs from its model type is a second configuration of it."""
+ONE_OF_EACH_KIND = (
+    "llama",
+    "gemma3_text",  # windows
+    "gpt_oss",  # windows and sinks
+    "llama4_text",  # chunks
+    "gemma3n_text",  # layers that share rows
+    "deepseek_v3",  # latent rows
+    "qwen3_next",  # linear attention
+    "jamba",  # state spaces
+    "lfm2",  # convolutions
+    "kimi_linear",  # latent rows and linear attention
+    "mamba",  # states alone
+)
+"""A family for each kind of layer, for tests that need not run all of them."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference import sparse as reference
 
@@ -34,7 +34,6 @@ def test_page_extremes_equal_the_reference_and_leave_other_pages_alone(length, p
     assert page_min[:, pages:].isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(length=st.integers(1, 9), appended=st.integers(1, 20), page_size=st.integers(1, 5))
 def test_extremes_after_appends_equal_recomputation(length, appended, page_size):
     capacity = length + appended

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference.dense import dense_decode
 from kvtest.reference.scores import rounded
@@ -37,7 +37,6 @@ def test_rows_survive_as_the_reference_rounds_them(num_rows, dim, bits):
     assert torch.equal(kivi_dequantise(rows)[0][:, num_rows - left :], keys[:, num_rows - left :])
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     num_rows=st.integers(32, 100),
     dim=st.integers(1, 9),

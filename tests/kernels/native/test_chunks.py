@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference.scores import chunk_scores_reference, shared_chunk_scores_reference
 from torch import Tensor
@@ -37,7 +37,6 @@ def make(
     return queries[1:-1].permute(1, 2, 0, 3), keys[1:-1, :, :head_dim].permute(1, 0, 2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     group=st.integers(1, 7),
     num_tokens=st.integers(0, 130),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -166,7 +166,6 @@ def test_steps_are_torch_s_and_write_what_it_writes(is_packed: bool, head_dim: i
     assert torch.equal(written.view(torch.int32), wanted.view(torch.int32))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 400), min_size=1, max_size=3),
     is_packed=st.booleans(),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed import tiles
@@ -30,7 +30,6 @@ def products_of(words, counts, num_tokens, weights, bias):
     return products[:, :num_tokens]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     counts=st.tuples(*[st.integers(0, 3)] * 4),
     num_tokens=st.one_of(st.integers(0, 30), st.integers(120, 400)),

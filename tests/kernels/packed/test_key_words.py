@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed.key_words import (
@@ -60,7 +60,6 @@ def test_words_lie_as_documented(num_tokens):
             assert read == row
 
 
-@settings(max_examples=60, deadline=None)
 @given(counts=COUNTS, num_tokens=LENGTHS, max_blocks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_codes_come_back_tile_by_tile(counts, num_tokens, max_blocks, seed):
     codes = make_codes(counts, num_tokens, seed)
@@ -74,7 +73,6 @@ def test_codes_come_back_tile_by_tile(counts, num_tokens, max_blocks, seed):
 
 
 @given(num_tokens=st.integers(0, 2000))
-@settings(max_examples=60, deadline=None)
 def test_padding_is_less_than_eight_tokens(num_tokens):
     covered = sum(blocks * 8 * lanes for blocks, lanes in block_groups(num_tokens))
     assert num_tokens <= covered < num_tokens + 8

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.packed import unpack_layer
 
@@ -61,7 +61,6 @@ def expected_head(keys, values, key_bits, value_bits):
     return expected_keys, expected_values
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.one_of(st.integers(1, 20), st.sampled_from([128, 150])),
     head_dim=st.integers(1, 11),

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
@@ -13,7 +13,6 @@ FOUR = st.tuples(*[st.integers(0, 9)] * 4)
 HEADS = st.lists(st.builds(HeadCounts, channels=FOUR, tokens=FOUR), min_size=0, max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
 @given(heads=HEADS)
 def test_regions_are_aligned_disjoint_and_inside_their_kind(heads):
     layout = packed_layout(heads, 40, num_tokens=100)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed import tiles
@@ -19,7 +19,6 @@ def make_codes(num_tokens, head_dim, bits, seed=0):
     return torch.randint(0, 2**bits, (num_tokens, head_dim), generator=generator).to(torch.uint8)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(0, 9),
     head_dim=st.integers(1, 33),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.packed import unpack_layer
 from kvtest.reference import sparse as reference
@@ -45,7 +45,6 @@ def build(packed, new_keys, page_size, *, spare=2):
     return pages
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.integers(1, 150),
     head_dim=st.sampled_from([1, 3, 8, 20]),
@@ -103,7 +102,6 @@ def test_extremes_of_channels_of_at_most_8_bits_are_exact_and_new_keys_stay_with
         assert (pages.low[h] + pages.step[h] * pages.highest[h, :last]).amax() <= keys.amax() + 1e-4
 
 
-@settings(max_examples=25, deadline=None)
 @given(num_tokens=st.integers(1, 300), seed=st.integers(0, 999), data=st.data())
 def test_gathered_codes_are_those_of_the_unpacked_tokens(num_tokens, seed, data):
     head = make(1, 1, num_tokens, 20, 1, seed=seed)[1].heads[0]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference.scores import quantise_row
 
@@ -37,7 +37,6 @@ def test_codes_equal_the_reference(bits, shape):
         assert differs.sum() <= 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     row=st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=40), bits=st.sampled_from(WIDTHS)
 )

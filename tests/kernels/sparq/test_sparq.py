@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference import sparse as reference
 
@@ -40,7 +40,6 @@ def test_scores_and_output_agree_with_the_reference(group_size, length, num_chan
     torch.testing.assert_close(output, expected, atol=5e-6, rtol=5e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 9), appended=st.integers(1, 20))
 def test_the_sum_after_appends_equals_recomputation(length, appended):
     keys, values, value_sum = make_cache(length, length + appended)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.packed import trizone_decode, unpack_layer
 from kvtest.reference import dense as reference
@@ -52,7 +52,6 @@ def test_output_equals_attention_over_dequantised_tensors(group_size, num_tokens
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     num_tokens=st.integers(1, 300),
     head_dim=st.integers(1, 17),

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import NOT_WRITTEN, Placed, make_inputs, make_spec
 from kvtest.packed import unpack_layer
@@ -171,7 +171,6 @@ def test_every_format_is_among_the_cases():
     assert kinds == {*FORMATS.values(), Evicting, WireRows}
 
 
-@settings(max_examples=80, deadline=None)
 @given(case=st.sampled_from(list(CASES)), cuts=st.lists(st.integers(0, 9999), max_size=8))
 def test_layers_are_the_same_however_their_tensors_are_cut(case, cuts):
     transfer = Transfer(case)
@@ -208,7 +207,6 @@ def test_layers_are_the_same_however_their_tensors_are_cut(case, cuts):
                 assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=st.sampled_from(list(CASES)), cuts=st.lists(st.integers(0, 9999), max_size=4), data=st.data())
 def test_missing_messages_are_found_at_the_end(case, cuts, data):
     transfer = Transfer(case)
@@ -302,7 +300,6 @@ def test_packed_counts_that_are_not_of_the_announced_bytes_are_refused(entry, re
     assert caught.value.reason == reason
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=st.sampled_from(list(CASES)), data=st.data())
 def test_garbage_becomes_layers_within_bounds_or_a_named_error(case, data):
     transfer = Transfer(case)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_resolved, make_spec
 from kvtest.wire import header_of, to_bytes
@@ -94,7 +94,6 @@ def retained_rows(tokens, positions, *, prompt, generated, heads):
     )
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_retained_and_new_rows_together_are_the_whole_layer(data):
     heads = data.draw(st.sampled_from([1, 2, 3]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.services.prefill.schedule import LEAST_ADVANTAGE, MAX_STARTED, SPARE_S, Schedule
@@ -190,7 +190,6 @@ WORK = st.sampled_from([0.1, 0.2, 0.5, 1.0, 3.0, 8.0, 20.0])
 JOBS = st.lists(st.builds(Job, st.sampled_from("abc"), WORK, st.floats(0, 30)), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
 @given(JOBS)
 def test_every_prompt_finishes_and_within_twice_its_time_once_started(jobs: list[Job]) -> None:
     order = simulate(jobs, schedule_of())
@@ -204,7 +203,6 @@ def test_every_prompt_finishes_and_within_twice_its_time_once_started(jobs: list
     assert max(job.ended_s or 0.0 for job in jobs) <= sum(job.work for job in jobs) + 30.0 + 1e-6
 
 
-@settings(deadline=None)
 @given(st.floats(0.5, 3.0), st.sampled_from([0.2, 0.5, 1.0]), st.booleans())
 def test_a_long_prompt_in_a_steady_stream_of_short_ones_finishes_within_twice_its_time(
     load: float, short: float, other_owner: bool
@@ -223,7 +221,6 @@ def test_a_long_prompt_in_a_steady_stream_of_short_ones_finishes_within_twice_it
     assert long.begun_s <= 1.0 + before + 2 * short
 
 
-@settings(deadline=None)
 @given(st.integers(2, 12), st.integers(2, 12))
 def test_owners_share_the_right_to_overtake(num_a: int, num_b: int) -> None:
     shorts = [Job("a", 0.5) for _ in range(num_a)] + [Job("b", 0.5) for _ in range(num_b)]
@@ -234,7 +231,6 @@ def test_owners_share_the_right_to_overtake(num_a: int, num_b: int) -> None:
     assert max(map(abs, counts)) <= 1
 
 
-@settings(deadline=None)
 @given(JOBS)
 def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: list[Job]) -> None:
     """One long prompt with short ones that together take less than its head start: each is next at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.services.router.sessions import stored_record
@@ -140,7 +140,6 @@ _PIECES = {
 }
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_turns_leave_the_record_of_the_last_one_and_nothing_else(data: st.DataObject) -> None:
     stored, record = Stored(), EMPTY

@@ -95,7 +95,7 @@ class ArenaMachine(RuleBasedStateMachine):
             assert self.arena.free_bytes == self.arena.size_bytes
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+ArenaMachine.TestCase.settings = settings(stateful_step_count=30)
 TestArenaMachine = ArenaMachine.TestCase
 
 

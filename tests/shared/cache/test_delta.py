@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, one_format
 from torch import Tensor
@@ -75,7 +75,6 @@ def plain_format(positions: Positions | None, *, heads: int, num_tokens: int) ->
     )
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_retained_and_new_rows_together_are_the_whole_layer(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 3]))

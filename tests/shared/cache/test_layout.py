@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
@@ -82,7 +82,6 @@ def auxiliary_shapes(attention, capacity, num_kv_heads, head_dim, dtype):
             return []
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layers=st.lists(layer_plans, min_size=1, max_size=4),
     max_new_tokens=st.integers(1, 30),
@@ -140,7 +139,6 @@ def test_used_bytes_grow_by_rows_and_by_pages_begun_and_fit_the_layout():
     assert used_bytes(layout, 8) <= layout.size_bytes
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     budget_tokens=st.integers(1, 50),
     max_new_tokens=st.integers(1, 9),
@@ -181,7 +179,6 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
     assert used_bytes(layout, max_new_tokens - 1, prompt_bytes=limit) <= layout.size_bytes
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     segment=st.integers(16, 70),
     max_new_tokens=st.integers(1, 300),

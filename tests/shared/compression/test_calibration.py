@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.calibration import (
@@ -35,7 +35,6 @@ def test_the_curve_is_the_papers(slope: float, retention: float) -> None:
 
 
 @given(retention=shares, slope=slopes)
-@settings(max_examples=300, deadline=None)
 def test_the_curve_runs_from_0_to_1_without_overflow(retention: float, slope: float) -> None:
     value = curve(retention, slope)
     assert 0 <= value <= 1
@@ -46,14 +45,12 @@ def test_the_curve_runs_from_0_to_1_without_overflow(retention: float, slope: fl
 
 
 @given(retention=shares, other=shares, slope=slopes)
-@settings(max_examples=200, deadline=None)
 def test_more_tokens_never_promise_less(retention: float, other: float, slope: float) -> None:
     low, high = sorted((retention, other))
     assert curve(low, slope) <= curve(high, slope) + 1e-12
 
 
 @given(quality=shares, slope=slopes)
-@settings(max_examples=300, deadline=None)
 def test_the_inverse_gives_the_wanted_quality(quality: float, slope: float) -> None:
     retention = retention_for(quality, slope)
     assert 0 <= retention <= 1

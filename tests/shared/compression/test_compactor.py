@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import compress_layer
 from torch import Tensor
@@ -226,7 +226,6 @@ def test_fewer_rows_than_protected_tokens_keep_recents_first(rows: int, kept: li
     sinks=st.integers(0, 10),
     recents=st.integers(0, 10),
 )
-@settings(max_examples=100, deadline=None)
 def test_scores_are_finite_where_not_protected_and_selections_are_on_budget(
     num_tokens: int,
     new_share: float,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import compress_layer, make_spec
 from torch import Tensor
@@ -190,7 +190,6 @@ def test_a_skipped_layer_is_kept_whole_and_contiguous() -> None:
     max_new_tokens=st.integers(1, 40),
     group=st.sampled_from([1, 4]),
 )
-@settings(max_examples=120, deadline=None)
 def test_selection_is_on_budget_unique_ascending_and_in_range(
     method: str, num_tokens: int, new_share: float, budget: int, max_new_tokens: int, group: int
 ) -> None:

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.calibration import CHUNK_TOKENS, estimate_context_nll
@@ -26,7 +26,6 @@ def code_length(token_ids: list[int], vocab_size: int) -> float:
     return total
 
 
-@settings(deadline=None, max_examples=40)
 @given(token_ids=st.lists(st.integers(0, 6), min_size=1, max_size=40))
 def test_the_estimate_is_the_equations(token_ids: list[int]) -> None:
     expected = code_length(token_ids, 7) / len(token_ids)

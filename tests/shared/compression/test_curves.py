@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
@@ -64,7 +64,6 @@ def test_a_later_folder_replaces_an_earlier_ones_curve(tmp_path: Path) -> None:
     assert book.find("a" * 64, "h2o") == CURVE
 
 
-@settings(deadline=None, max_examples=60)
 @given(quality=st.floats(0.001, 1.0), nll=st.floats(0, 20))
 def test_a_retention_keeps_the_promise_of_the_curve_and_lies_above_0(quality: float, nll: float) -> None:
     retention = CURVE.retention_at(quality, nll=nll)

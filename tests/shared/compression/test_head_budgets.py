@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.formats.ragged import head_budgets
@@ -40,7 +40,6 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], int, int, float]:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
 def test_budgets_equal_a_plain_selection_with_exact_totals(case) -> None:
     scores, rows, window, floor = case
     budgets = head_budgets(torch.tensor(scores), rows=rows, window=window, floor=floor)

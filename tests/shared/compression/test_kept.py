@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import one_format, packed_tensors
 
@@ -27,7 +27,6 @@ def fractions(num_tokens, num_bins, heads):
     return [k / s for k, s in zip(kept, seen, strict=True)]
 
 
-@settings(deadline=None, max_examples=40)
 @given(data=st.data(), num_tokens=st.integers(1, 40), num_bins=st.integers(1, 50))
 def test_it_counts_what_counting_tokens_counts(data, num_tokens, num_bins):
     size = data.draw(st.integers(1, num_tokens))

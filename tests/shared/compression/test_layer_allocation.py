@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.plan import Part
@@ -42,7 +42,6 @@ def test_a_budget_within_the_window_is_shared_evenly(rows: int) -> None:
 @given(
     rows=st.integers(1, 3000), layers=st.integers(0, 48), more=st.integers(0, 5000), beta=st.integers(1, 40)
 )
-@settings(max_examples=300, deadline=None)
 def test_totals_are_exact_within_the_prompt_and_near_the_line(
     rows: int, layers: int, more: int, beta: int
 ) -> None:

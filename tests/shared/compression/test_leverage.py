@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -144,7 +144,6 @@ def test_a_whole_srht_is_orthonormal() -> None:
     centered=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=100, deadline=None)
 def test_leverage_is_a_share_of_the_rank_whatever_the_order_and_scale(
     num_tokens: int, head_dim: int, k: int, solver: Solver, sketch: Sketch, centered: bool, seed: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest import d2o_reference as reference
 from kvtest.compression import compress_layer, make_spec
@@ -163,7 +163,6 @@ def test_a_waiting_layer_holds_no_queries() -> None:
     skip_layers=st.sets(st.integers(0, LAYERS - 1), max_size=LAYERS - 1),
     returns_generated=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
 def test_rows_and_bytes_are_never_over_budget(
     variances: list[float],
     num_tokens: int,

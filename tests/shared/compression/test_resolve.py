@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
@@ -107,7 +107,6 @@ def test_rocketkv_ratio_is_capped_at_0_8_and_exact_at_powers_of_two() -> None:
     budget=st.integers(1, 8192),
     head_dim=st.sampled_from([64, 80, 128]),
 )
-@settings(max_examples=400, deadline=None)
 def test_rocketkv_follows_the_formulas(prompt: int, new: int, budget: int, head_dim: int) -> None:
     resolved = resolve("rocketkv", prompt, new, Budget(tokens=budget), head_dim)
     layer = resolved.layers[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.formats.interface import select_rows
@@ -26,7 +26,6 @@ def scores_and_rows(draw: st.DrawFn) -> tuple[list[list[float]], int]:
 
 
 @given(scores_and_rows())
-@settings(max_examples=200, deadline=None)
 def test_selection_is_the_plain_top_k_with_lowest_index_on_ties(case: tuple[list[list[float]], int]) -> None:
     scores, rows = case
     selected = select_rows(torch.tensor(scores), rows)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import Message
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.control import PREFILL_REQUEST, TICKET
 
@@ -29,8 +29,6 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.params import SamplingParams
-
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 OWN: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (SamplingParams, "seed"): st.integers(-(2**63), 2**63 - 1),
@@ -88,7 +86,6 @@ ANNOTATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
-@settings(UNTIMED, max_examples=60)
 @given(data=st.data())
 def test_every_message_survives(name: str, data: st.DataObject) -> None:
     message = codec.CODECS[name]
@@ -102,7 +99,6 @@ def same_types(before: Part | None, after: Part | None) -> bool:
     return {k: type(v) for k, v in before.params.items()} == {k: type(v) for k, v in after.params.items()}
 
 
-@UNTIMED
 @given(values(CompressionPlan))
 def test_parameters_keep_their_types(plan: CompressionPlan) -> None:
     request = dataclasses.replace(REQUEST, plan=plan)
@@ -113,7 +109,6 @@ def test_parameters_keep_their_types(plan: CompressionPlan) -> None:
     assert same_types(plan.representation, back.representation)
 
 
-@UNTIMED
 @given(values(ResolvedPlan))
 def test_any_plan_survives_inside_a_ticket(plan: ResolvedPlan) -> None:
     """On its way to the router and from there to prefill: parameters with their types, and its digest."""
@@ -169,7 +164,6 @@ def test_values_that_do_not_fit_are_refused_when_encoding(request_: GenerateRequ
 
 
 @pytest.mark.parametrize("name", codec.CODECS)
-@UNTIMED
 @given(data=st.binary(max_size=100))
 def test_random_bytes_decode_or_are_refused(name: str, data: bytes) -> None:
     message = codec.CODECS[name]

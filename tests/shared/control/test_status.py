@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared import errors
@@ -18,8 +18,6 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
 KINDS = [value for value in CLASSES if issubclass(value, KvferryError)]
 
@@ -28,7 +26,6 @@ def seal(call_id: str = "call") -> Seal:
     return Seal("/service/Method", call_id)
 
 
-@UNTIMED
 @given(
     st.sampled_from(KINDS),
     st.text(max_size=300),

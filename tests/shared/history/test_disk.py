@@ -20,7 +20,7 @@ from typing import Any
 import kvtest
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvtest.history import Worker
 from safetensors import safe_open
@@ -474,7 +474,6 @@ def test_every_changed_byte_is_a_miss_or_changes_nothing(
     assert loads(worker, record, 10)
 
 
-@settings(deadline=None, max_examples=150)
 @given(junk=st.binary(max_size=300), header=st.booleans())
 @example(junk=b'{"0.0":{"dtype":"U8","shape":[9],"data_offsets":[9,-9]}}', header=True)
 @example(junk=b'{"0.0":{"dtype":"U8","shape":[9],"data_offsets":[0,99999999999999999]}}', header=True)
@@ -526,7 +525,6 @@ def test_damage_is_a_counted_miss_and_gives_way(
 # ---- the format ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     bits=st.sampled_from(["model", "16", "8", "4"]),
     cuts=st.lists(st.integers(1, 80), min_size=1, max_size=4),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -169,7 +169,6 @@ def test_a_copy_without_room_is_left_out() -> None:
     assert store.size_bytes == (len(SYSTEM) + 1) * TOKEN_BYTES
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
 def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
     length = common_prefix(tuple(a), tuple(b))
@@ -177,7 +176,6 @@ def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
     assert length == min(len(a), len(b)) or a[length] != b[length]
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_random_conversations_load_right_rows_and_return_every_byte(data: st.DataObject) -> None:
     """`run_turn` compares every reused row with what it must be."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.control.messages import SessionKey
@@ -90,7 +90,6 @@ def test_sixteen_bits_keep_a_16_bit_models_rows_and_bound_large_ones() -> None:
     assert rounded.tolist() == [[[65504.0, -65504.0, float(torch.tensor(0.1).half())]]]
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     bits=st.sampled_from(["model", "16", "8", "4"]),
     num_tokens=st.integers(1, 150),
@@ -124,7 +123,6 @@ def test_a_part_has_the_wholes_values_also_after_redis(
             assert torch.equal(values, whole[1])
 
 
-@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_any_other_bytes_are_a_miss(data: st.DataObject) -> None:
     precision = RowPrecision(bits="8", dtype=torch.float32)

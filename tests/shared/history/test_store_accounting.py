@@ -142,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreMachine.settings = settings(stateful_step_count=30)
 
 
 def test_threads_on_shared_sessions_leave_whole_records_and_no_stray_byte() -> None:

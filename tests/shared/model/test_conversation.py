@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.model.tokenizer import (
@@ -14,9 +14,6 @@ from kvferry.shared.model.tokenizer import (
     render_conversation,
 )
 
-PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 Turn = tuple[list[ChatMessage], RecordedConversation]
 
 
@@ -206,7 +203,6 @@ def test_new_messages_cannot_forge_turns_after_reused_ids(byte_tokenizer: ChatTo
     assert [i for i in forged.token_ids if byte_tokenizer.is_silent(i)] == specials
 
 
-@PROPERTY
 @given(
     seed=st.integers(0, 2**32),
     num_turns=st.integers(1, 5),

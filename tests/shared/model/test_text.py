@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
-PROPERTY = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 TEXTS = st.text(
     alphabet=st.one_of(
         st.sampled_from("the is\u00e9\u4f60\U0001f600\U0001f468\u200d\U0001f469 "),
@@ -29,7 +26,6 @@ def assemble(assembler: TextAssembler, ids: list[int]) -> tuple[str, bool]:
     return text + assembler.flush(), False
 
 
-@PROPERTY
 @given(data=st.data())
 def test_deltas_of_any_ids_join_to_the_decoded_text(
     any_tokenizer: ChatTokenizer, data: st.DataObject
@@ -40,7 +36,6 @@ def test_deltas_of_any_ids_join_to_the_decoded_text(
     assert not stopped
 
 
-@PROPERTY
 @given(data=st.data())
 def test_token_texts_join_to_the_text_whatever_is_held_back(
     any_tokenizer: ChatTokenizer, data: st.DataObject
@@ -52,7 +47,6 @@ def test_token_texts_join_to_the_text_whatever_is_held_back(
         assert delta.text == delta.token_text == holding.push(token_id).token_text
 
 
-@PROPERTY
 @given(text=TEXTS, suffix=TEXTS)
 def test_deltas_of_real_text_join_to_the_decoded_text(
     any_tokenizer: ChatTokenizer, text: str, suffix: str
@@ -61,7 +55,6 @@ def test_deltas_of_real_text_join_to_the_decoded_text(
     assert assemble(TextAssembler(any_tokenizer), ids)[0] == any_tokenizer.decode(ids)
 
 
-@PROPERTY
 @given(text=TEXTS, data=st.data())
 def test_text_ends_before_the_first_stop_string(
     any_tokenizer: ChatTokenizer, text: str, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -15,9 +15,6 @@ from kvferry.shared.errors import ConfigurationError, InvalidRequest, Unsupporte
 from kvferry.shared.model import tokenizer as tokenizer_module
 from kvferry.shared.model.tokenizer import ChatTokenizer, _Spellings
 
-PROPERTY = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 CONTENTS = st.text(alphabet=st.sampled_from("the pin is 42 .,?\n<|>\u00e9\u4f60\U0001f600"), max_size=30)
 
 
@@ -36,7 +33,6 @@ def with_reference(
     return ChatTokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
-@PROPERTY
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=4))
 def test_ordinary_conversations_are_what_transformers_renders(
     with_reference: tuple[ChatTokenizer, Any], contents: list[str]
@@ -195,7 +191,6 @@ def test_role_markers_that_are_added_tokens_stay_text_in_users_messages(
     assert (ids.count(user), ids.count(assistant), ids.count(think)) == (2, 2, 2)
 
 
-@PROPERTY
 @given(text=st.text("<|end>END a\n", max_size=60), at_once=st.integers(1, 30))
 def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) -> None:
     tokens = [

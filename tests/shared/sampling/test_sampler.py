@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
@@ -85,7 +85,6 @@ def test_greedy_takes_the_first_of_equals_and_ignores_the_seed():
     }
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(-(2**63), 2**64 - 1),
     split=st.integers(0, 6),

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +62,6 @@ def check(weights, rows):
 ROWS = st.tuples(st.sampled_from([0, 1, 3, 7, 40, 300]), st.sampled_from([1e-9, 0.3, 0.5, 0.9, 0.999, 1.0]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=4),
     size=st.sampled_from([1, 5, 37, 200]),
@@ -150,7 +149,6 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     batch=st.lists(PARAMS, min_size=1, max_size=4),
     size=st.sampled_from([1, 2, 33, 200, 3000]),

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
@@ -22,7 +22,6 @@ from kvferry.shared.wire.messages import (
     TransferKey,
 )
 
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 KEY = TransferKey(transfer_id=1, generation=1)
 
 tensors = st.builds(
@@ -65,7 +64,6 @@ def is_complete(cursor: TransferCursor) -> bool:
     return True
 
 
-@UNTIMED
 @given(st.lists(st.lists(tensors, max_size=5), min_size=1, max_size=5), st.data())
 def test_every_tensor_in_order_in_any_pieces_completes(
     shapes: list[list[tuple[str, tuple[int, ...]]]], data: st.DataObject

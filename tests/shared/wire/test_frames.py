@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
@@ -26,8 +26,6 @@ from kvferry.shared.wire.messages import (
     MessageType,
     TransferKey,
 )
-
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 keys = st.builds(TransferKey, transfer_id=st.integers(0, 2**64 - 1), generation=st.integers(0, 2**32 - 1))
 KEY = TransferKey(transfer_id=2**64 - 1, generation=7)
@@ -79,7 +77,6 @@ def frames_of(draw: st.DrawFn, header: FrameHeader, payload: bytes) -> list[byte
     return [payload[a:b] for a, b in itertools.pairwise([0, *cuts, len(payload)])]
 
 
-@UNTIMED
 @given(messages(), st.data())
 def test_decoding_returns_what_was_encoded(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
@@ -106,7 +103,6 @@ def test_payload_is_a_view_of_the_frame() -> None:
     assert bytes(payload[0]) == b"zbcd"
 
 
-@UNTIMED
 @given(messages(), st.data())
 def test_a_flipped_bit_anywhere_is_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
@@ -117,7 +113,6 @@ def test_a_flipped_bit_anywhere_is_refused(message: tuple[FrameHeader, bytes], d
         decode_message([bytes(raw[:HEADER_BYTES]), bytes(raw[HEADER_BYTES:])])
 
 
-@UNTIMED
 @given(messages(), st.data())
 def test_truncated_frames_are_refused(message: tuple[FrameHeader, bytes], data: st.DataObject) -> None:
     header, payload = message
@@ -129,7 +124,6 @@ def test_truncated_frames_are_refused(message: tuple[FrameHeader, bytes], data: 
             decode_message([encoded, payload[: data.draw(st.integers(0, len(payload) - 1))]])
 
 
-@UNTIMED
 @given(st.lists(st.binary(max_size=80), max_size=4))
 def test_random_frames_raise_nothing_but_refusals(frames: list[bytes]) -> None:
     with pytest.raises(TransferFailed):
@@ -137,7 +131,6 @@ def test_random_frames_raise_nothing_but_refusals(frames: list[bytes]) -> None:
     peek_key(frames)
 
 
-@UNTIMED
 @given(st.binary(min_size=HEADER_BYTES - 14, max_size=HEADER_BYTES - 14))
 def test_random_fields_with_a_right_checksum_decode_or_are_refused(fields: bytes) -> None:
     checked = (b"KVFB\x03\x00" + fields)[: HEADER_BYTES - 8]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.shared.errors import (
@@ -42,8 +42,6 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
-
-UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 KEY = TransferKey(transfer_id=2**64 - 1, generation=2**32 - 1)
 MANIFEST = Manifest(
@@ -118,7 +116,6 @@ def test_a_delta_names_the_transfer_whose_rows_it_leaves_out(transfer_id: int) -
     assert decode_manifest(encode_manifest(manifest)).retained_transfer_id == transfer_id
 
 
-@UNTIMED
 @given(layers)
 def test_any_layer_header_survives_the_wire(layer: LayerHeader) -> None:
     assert decode_layer(memoryview(encode_layer(layer))) == layer
@@ -319,7 +316,6 @@ def test_records_too_large_are_refused() -> None:
         encode_end(replace(END, first_token=huge))
 
 
-@UNTIMED
 @given(st.binary(max_size=200))
 @example(b"\x91" * 100_000)
 @example(b"\x81\xa1a" * 50_000 + b"\xc0")
@@ -333,7 +329,6 @@ def test_random_bytes_raise_nothing_but_mismatches(payload: bytes) -> None:
             decode(payload)
 
 
-@UNTIMED
 @given(st.data())
 def test_damaged_records_decode_or_are_refused(data: st.DataObject) -> None:
     def damaged(payload: bytes) -> bytes:

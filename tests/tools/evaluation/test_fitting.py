@@ -109,7 +109,7 @@ def test_more_surprising_contexts_keep_more() -> None:
         Observation(retention=0.125, nll=6.0, quality=1.0),
     ]
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_any_measurements_give_a_curve_no_worse_than_the_diagonal(points: list[Observation]) -> None:
     fitted = fit_calibration(points)
     assert math.isfinite(fitted.alpha)

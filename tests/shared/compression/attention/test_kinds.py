@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels import hsa, quest
@@ -65,7 +65,6 @@ def test_estimates_of_latent_rows_take_half_of_what_the_rows_take() -> None:
 
 
 @given(more=st.integers(0, 300_000), budget=st.integers(1, 9000), head_dim=st.sampled_from([8, 64, 80, 128]))
-@settings(max_examples=300, deadline=None)
 def test_a_step_reads_no_more_than_the_budget_where_sizes_are_not_at_their_least(
     more: int, budget: int, head_dim: int
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest import d2o_reference as reference
 
@@ -15,7 +15,6 @@ from kvferry.shared.compression.formats.interface import select_rows
 
 
 @given(st.integers(1, 5000), st.integers(0, 8))
-@settings(max_examples=100, deadline=None)
 def test_zones_add_up_and_always_hold_the_newest_token(rows: int, num_sinks: int) -> None:
     made = zones(rows, num_sinks=num_sinks)
     assert made.rows == rows
@@ -44,7 +43,6 @@ def scores_and_rows(draw: st.DrawFn) -> tuple[list[list[float]], int]:
 
 
 @given(scores_and_rows())
-@settings(max_examples=100, deadline=None)
 def test_kept_positions_equal_the_paper_with_lowest_index_on_ties(
     case: tuple[list[list[float]], int],
 ) -> None:

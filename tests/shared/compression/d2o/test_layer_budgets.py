@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.shared.compression.d2o.layer_budgets import (
@@ -63,7 +63,6 @@ def plain_retentions(variances: list[float], retention: float) -> list[float]:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=7), RETENTIONS)
-@settings(max_examples=150, deadline=None)
 @example([0.0, 0.0, 0.0], 0.3)
 @example([0.0, 100.0], 0.505)
 def test_retentions_equal_a_search_over_all_clippings(variances: list[float], retention: float) -> None:
@@ -72,7 +71,6 @@ def test_retentions_equal_a_search_over_all_clippings(variances: list[float], re
 
 
 @given(st.one_of(VARIANCES, ROUGH), RETENTIONS, NORMALISATIONS)
-@settings(max_examples=200, deadline=None)
 def test_retentions_sum_to_the_budget_lie_in_range_and_fall_with_variance(
     variances: list[float], retention: float, normalisation
 ) -> None:
@@ -127,7 +125,6 @@ def plain_counts(alphas: tuple[float, ...], variances: list[float], num_tokens: 
 
 
 @given(st.one_of(VARIANCES, ROUGH), st.data(), NORMALISATIONS)
-@settings(max_examples=200, deadline=None)
 def test_budgets_sum_exactly_and_every_layer_has_one_to_all_tokens(
     variances: list[float], data: st.DataObject, normalisation
 ) -> None:

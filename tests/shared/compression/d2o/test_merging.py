@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest import d2o_reference as reference
 from kvtest.compression import compress_layer, make_inputs, make_resolved
@@ -63,7 +63,6 @@ def test_chunking_changes_nothing(max_similarities: int) -> None:
 
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
 def test_weights_of_each_merged_row_are_positive_and_sum_to_one(tokens: int, rows: int, seed: int) -> None:
     rows = min(rows, tokens)
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +159,6 @@ def test_threshold_moves_by_beta_and_an_unset_one_takes_the_first_similarity() -
 
 
 @given(st.floats(-1, 1, width=32), st.floats(-1, 1, width=32))
-@settings(max_examples=200, deadline=None)
 def test_a_row_is_merged_exactly_where_it_is_as_similar_as_the_threshold_was(u: float, tau: float) -> None:
     similarity = torch.tensor([u])
     moved = next_threshold(torch.tensor([tau]), similarity)

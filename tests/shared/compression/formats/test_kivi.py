@@ -76,7 +76,6 @@ def test_whole_prompts_are_quantised_for_the_wire_too_and_skipped_layers_are_not
     assert [layer.rows for layer in resolved.layers] == [40, 40]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from([2, 4, 8]),
     budget=st.integers(1, 400),
@@ -108,7 +107,7 @@ def test_no_more_bytes_than_the_budgets_rows_and_one_row_more_would_be(
     assert rows == num_tokens or size(rows + 1) > budget * row_bytes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_tokens=st.integers(1, 80), budget=st.integers(1, 70), bits=st.sampled_from([2, 4, 8]))
 def test_a_layer_survives_its_place_in_the_arena(num_tokens: int, budget: int, bits: int) -> None:
     _, fmt, tensors = compress("snapkv-kivi", num_tokens, budget, bits=bits)

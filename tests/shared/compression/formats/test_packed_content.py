@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import NOT_WRITTEN, Placed, one_format, packed_tensors
 from kvtest.packed import unpack_layer
@@ -21,7 +21,6 @@ from kvferry.shared.compression.plan import Part
 
 HEADS, DIM, PROMPT = 2, 6, 41
 PARTS = ("codes", "scales", "rows", "index")
-UNTIMED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_packed(seed: int = 0, *, key_bits: list[int] | None = None) -> PackedLayer:
@@ -64,7 +63,6 @@ def arrive(tensors: dict[str, Tensor], fmt: Rdkv | None = None) -> tuple[Placed,
     return placed, cache
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 99))
 def test_a_layer_lies_in_the_arena_as_it_was_packed(seed: int) -> None:
     packed = make_packed(seed)
@@ -108,7 +106,6 @@ def test_what_no_packer_writes_is_refused(name: str, entry: float, named: str) -
     assert caught.value.reason == "packed"
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_garbage_becomes_a_layer_within_bounds_or_a_named_error(data: st.DataObject) -> None:
     tensors = {name: its.clone() for name, its in packed_tensors(make_packed()).items()}
@@ -201,7 +198,6 @@ def test_another_layout_version_is_refused_by_name() -> None:
     assert caught.value.reason == "layout_version"
 
 
-@UNTIMED
 @given(
     st.lists(st.integers(-3, 30) | st.integers(-(2**31), 2**31 - 1), min_size=16, max_size=16),
     st.sampled_from([LAYOUT_VERSION, LAYOUT_VERSION, 0, -1, 2**31 - 1]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, one_format
 from kvtest.reference.dense import dense_decode
@@ -88,7 +88,6 @@ def test_each_head_keeps_what_the_plain_reference_keeps(num_tokens: int, group: 
     assert torch.equal(kept["values"], flat)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.integers(2, 70),
     share=st.floats(0, 1),

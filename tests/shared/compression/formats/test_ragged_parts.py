@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_resolved, make_spec
 from torch import Tensor
@@ -104,7 +104,6 @@ def test_parts_attend_as_the_whole_layer_and_join_to_it(
     assert sum(cache.used_bytes(2) for cache in caches) == whole[0].used_bytes(2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(2, 60),
     share=st.floats(0, 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import compress_layer, formats_for, packed_tensors
 
@@ -207,7 +207,6 @@ def test_parameters_can_be_chosen() -> None:
     assert chosen.table.keys == (0.347, 0.0147, 1.5e-4)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     num_tokens=st.integers(2, 180),
     share=st.floats(0.001, 0.99),

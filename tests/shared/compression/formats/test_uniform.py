@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, packed_tensors
 from kvtest.packed import unpack_layer
@@ -83,7 +83,6 @@ def test_k_is_rounded_per_channel_over_the_best_rows_and_v_per_token(
         torch.testing.assert_close(values, torch.tensor(rows), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     k_bits=st.sampled_from([2, 4, 8]),
     v_bits=st.sampled_from([2, 4, 8]),

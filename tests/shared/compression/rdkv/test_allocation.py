@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.packed.layout import packed_bound
@@ -19,7 +19,6 @@ def make_weights(num_tokens, head_dim, seed=0, num_kv_heads=2):
     return tokens, torch.randn(num_kv_heads, head_dim, generator=generator).exp()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_tokens=st.integers(1, 200),
     head_dim=st.integers(1, 40),

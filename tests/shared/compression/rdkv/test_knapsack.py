@@ -82,7 +82,6 @@ def check(bits, weights, curve, budget, widths=WIDTHS):
     return value, bound
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     weights=st.lists(WEIGHT, min_size=1, max_size=4),
     curve=st.sampled_from([*CURVES, *ODD_CURVES]),
@@ -95,7 +94,6 @@ def test_the_bound_of_small_instances_is_below_brute_force(weights, curve, budge
     assert bound <= optimum * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     weights=st.lists(WEIGHT, min_size=1, max_size=5),
     curve=st.sampled_from([*CURVES, *ODD_CURVES]),
@@ -117,7 +115,7 @@ def test_the_bound_of_fewer_widths_is_below_brute_force(weights, curve, widths, 
     assert bound <= optimum * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(num_units=st.integers(250, 300), average=st.floats(0.3, 6), seed=st.integers(0, 999))
 def test_instances_of_a_prompts_size_are_within_one_percent_of_the_optimum(num_units, average, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -127,7 +125,6 @@ def test_instances_of_a_prompts_size_are_within_one_percent_of_the_optimum(num_u
     assert value <= exact_optimum(weights, CURVES[1], budget) * 1.01
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     weights=st.lists(WEIGHT, min_size=1, max_size=150),
     curve=st.sampled_from([*CURVES, *ODD_CURVES]),
