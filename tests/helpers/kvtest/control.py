@@ -117,7 +117,8 @@ class DecodeService:
         self.gap_s = 0.0
         self.answers_when_cancelled = False
         self.timeout_s = 0.0
-        self.closed: list[float] = []
+        self.num_tokens = 0
+        self.num_closed = 0
         self.request_ids: list[str] = []
         self.finished: list[str] = []
 
@@ -139,11 +140,12 @@ class DecodeService:
                         raise
                 yield TokenGenerated(token=TOKEN)
                 index += 1
+                self.num_tokens += 1
             if self.error is not None:
                 raise self.error
             yield GenerationFinished(finish_reason="length", num_tokens=index, cache_bytes=7)
         finally:
-            self.closed.append(time.monotonic())
+            self.num_closed += 1
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
         self.finished.append(request_id)

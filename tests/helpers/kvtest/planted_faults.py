@@ -1,5 +1,5 @@
-"""Faults that `benchmarks/planted_faults.py` plants in the product's source, one at a time: small mistakes that
-a programmer could make and that matter to a user. The tests must catch them.
+"""Faults that `benchmarks/planted_faults.py` plants in the product's source, one at a time: small mistakes
+that a programmer could make and that matter to a user. The tests must catch them.
 
 The faults of `chaos/planted.py` are put into running processes; these are put into files of a copy.
 """
@@ -40,8 +40,8 @@ def plant(repository: Path, fault: PlantedFault) -> None:
     text = path.read_text(encoding="utf-8")
     if (count := text.count(fault.old)) != 1:
         raise ValueError(
-            f"the text that planted fault {fault.name!r} replaces stands {count} times in {fault.path}; it must "
-            "stand there exactly once"
+            f"the text that planted fault {fault.name!r} replaces stands {count} times in {fault.path}; it "
+            "must stand there exactly once"
         )
     path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
 
@@ -110,7 +110,7 @@ _KNOWN = (
     ),
     PlantedFault(
         name="nan-neighbour",
-        what="Dense attention in torch adds the rows behind a sequence's last one with a weight of zero.",
+        what="Dense attention in torch gives rows behind a sequence's last one a weight of zero: NaN passes.",
         path="kernels/dense_decode/batch.py",
         old="        return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)",
         new="""\
@@ -186,7 +186,7 @@ _OTHERS = (
     ),
     PlantedFault(
         name="late-renewal",
-        what="A session's lease in Redis is renewed only when it has ended.",
+        what="A session's lease in Redis is renewed when it has long ended.",
         path="services/router/sessions/redis_store.py",
         old="            await asyncio.sleep(self._lease_s / 3)",
         new="            await asyncio.sleep(self._lease_s * 3)",
@@ -353,8 +353,8 @@ _OTHERS = (
         name="any-certificate",
         what="A worker answers control calls of any role that has a certificate.",
         path="shared/control/server.py",
-        old='        if caller and caller.encode() not in context.auth_context().get("x509_common_name", ()):',
-        new='        if caller and not context.auth_context().get("x509_common_name", ()):',
+        old="caller.encode() not in context.auth_context()",
+        new="not context.auth_context()",
         near=("tests/shared/test_certs.py", "tests/shared/control"),
     ),
     PlantedFault(
@@ -379,7 +379,7 @@ _OTHERS = (
         path="services/router/completion/choice.py",
         old="            index=len(self.calls) - 1,",
         new="            index=self._num_whole_calls,",
-        near=("tests/e2e/test_tools.py",),
+        near=("tests/services/router/test_completions.py", "tests/e2e/test_tools.py"),
     ),
     PlantedFault(
         name="no-fence",

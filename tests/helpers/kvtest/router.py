@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -21,6 +21,7 @@ from kvferry.models import DEMO_MODEL
 from kvferry.services.router.app import Timing, create_app
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
+from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
@@ -69,7 +70,12 @@ class Stack:
     registry: CollectorRegistry
     close: Callable[[], Awaitable[None]]
     model: str = SPEC.name
-    extra: dict[str, Any] = field(default_factory=dict)
+    num_sweeps: int = 0
+
+    async def swept(self, times: int = 2) -> None:
+        """Wait until the router has looked for expired sessions so often; the first time may have begun."""
+        until = self.num_sweeps + times
+        await eventually(lambda: self.num_sweeps >= until)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvferry_{name}", labels) or 0.0
@@ -94,7 +100,7 @@ def text_of(prompt_words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt_words}]
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until a condition holds; fails where it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -148,10 +154,10 @@ def base_url(tokenizer: ChatTokenizer) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), name="router under test")
     thread.start()
-    url, loop, stop = started.get(timeout=30.0)
+    url, loop, stop = started.get(timeout=120.0)
     yield url
     loop.call_soon_threadsafe(stop.set)
-    thread.join(timeout=30.0)
+    thread.join(timeout=120.0)
     assert not thread.is_alive()
 
 
@@ -173,7 +179,7 @@ async def _start(
     )
     prefill = {f"prefill-{index}": ScriptedPrefill(script, wire) for index in range(num_prefill)}
     decode = {f"decode-{index}": ScriptedDecode(script, wire) for index in range(num_decode)}
-    polling = {"status_interval_s": 0.05, "status_timeout_s": 1.0}
+    polling = {"status_interval_s": 0.05, "status_timeout_s": 30.0}
     metrics = RouterMetrics()
     timing = settings.pop("timing", Timing(recovery_backoff_s=0.01))
     clock = settings.pop("clock", time.time)
@@ -190,17 +196,17 @@ async def _start(
     running = AsyncExitStack()
     address = await running.enter_async_context(http_server(app, config))
     http = await running.enter_async_context(
-        httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, verify=False, timeout=20.0)
+        httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, verify=False, timeout=120.0)
     )
     client = openai.AsyncOpenAI(
         base_url=f"http://{address}/v1",
         api_key="key-a",
         max_retries=0,
-        timeout=20.0,
+        timeout=120.0,
         http_client=await running.enter_async_context(httpx.AsyncClient(trust_env=False, verify=False)),
     )
     stack.push_async_callback(running.aclose)
-    return Stack(
+    started = Stack(
         base_url=f"http://{address}",
         client=client,
         http=http,
@@ -210,3 +216,16 @@ async def _start(
         registry=metrics.registry,
         close=running.aclose,
     )
+    _count_sweeps(app.state.services.implicit, started)
+    return started
+
+
+def _count_sweeps(sessions: ImplicitSessions, stack: Stack) -> None:
+    """Count the router's sweeps, each of which ends with these sessions."""
+    remove_stale = sessions.remove_stale
+
+    def counted() -> Any:
+        stack.num_sweeps += 1
+        return remove_stale()
+
+    sessions.remove_stale = counted  # type: ignore[method-assign]

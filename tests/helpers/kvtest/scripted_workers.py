@@ -47,7 +47,7 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 TRANSFER_BYTES = {"rows": 1000, "index": 20, "manifest": 3}
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Announced:
@@ -104,6 +104,12 @@ class Wire:
         )
 
 
+def _open() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Script:
     """How both sides behave.
@@ -112,6 +118,8 @@ class Script:
         token: the completion's token at an index, given the client's prompt.
         token_delay_s: between two tokens.
         prefill_delay_s: before the first token.
+        may_prefill, may_decode, may_return: while one is cleared, first tokens, later tokens or returns of
+            history wait. A turn that is to finish waits for no later token.
     """
 
     spec: ModelSpec
@@ -119,6 +127,9 @@ class Script:
     new_assembler: Callable[[SamplingParams], TextAssembler]
     token_delay_s: float = 0.0
     prefill_delay_s: float = 0.0
+    may_prefill: asyncio.Event = field(default_factory=_open)
+    may_decode: asyncio.Event = field(default_factory=_open)
+    may_return: asyncio.Event = field(default_factory=_open)
 
     def sample(self, prompt: tuple[int, ...], sampling: SamplingParams, index: int) -> SampledToken:
         """Token `index` of the completion; a replay's prompt ends with the tokens before it."""
@@ -142,8 +153,17 @@ class _Worker:
         self.faults: list[Callable[[int], None]] = []
         """One entry a turn: called with the number of tokens sent so far, may raise."""
         self.status_error: KvferryError | None = None
+        self.num_statuses = 0
+
+    async def asked(self) -> None:
+        """Wait until a pool has asked for the status once more, and noted it."""
+        before = self.num_statuses
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.num_statuses == before:
+                await asyncio.sleep(0.005)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
+        self.num_statuses += 1
         if self.status_error is not None:
             raise self.status_error
         return WorkerStatus(
@@ -180,7 +200,6 @@ class ScriptedDecode(_Worker):
     def __init__(self, script: Script, wire: Wire) -> None:
         super().__init__("decode", script)
         self._wire = wire
-        self.history_delay_s = 0.0
         self.history_error: KvferryError | None = None
         self.dropped: list[SessionKey] = []
         self.finishing: set[str] = set()
@@ -197,6 +216,10 @@ class ScriptedDecode(_Worker):
     async def next_step(self) -> None:
         """Wait until the next token is there."""
         await asyncio.sleep(self.script.token_delay_s)
+
+    async def _may_go_on(self, request_id: str) -> None:
+        while not self.script.may_decode.is_set() and request_id not in self.finishing:
+            await asyncio.sleep(0.005)
 
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float
@@ -232,11 +255,12 @@ class ScriptedDecode(_Worker):
                     yield GenerationFinished(finish_reason=reason, num_tokens=count, cache_bytes=2048)
                     break
                 await self.next_step()
+                await self._may_go_on(request.request_id)
                 fault(count)
                 token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index + count)
                 yield TokenGenerated(token=token)
             if request.store_history:
-                await asyncio.sleep(self.history_delay_s)
+                await self.script.may_return.wait()
                 if self.history_error is not None:
                     raise self.history_error
                 yield HistoryReturned(num_tokens=count - 1)
@@ -267,6 +291,7 @@ class ScriptedPrefill(_Worker):
             if request.session is not None:
                 self.staged[request.request_id] = request.session
             await asyncio.sleep(self.script.prefill_delay_s)
+            await self.script.may_prefill.wait()
             fault(0)
             sampling = request.sampling
             token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index)

@@ -1,14 +1,14 @@
-"""Serves the whole system for a test: `kvferry serve` in a child process, addresses from its ready file."""
+"""Serves the whole system for a test: `kvferry serve` in a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import os
 import signal
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.services.launcher.cli import main
 from kvferry.shared.certs import Certs
+from kvtest.forked import Forked
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -34,7 +36,7 @@ class Stack:
     decode_metrics_url: str
     tls: ssl.SSLContext | None
     addresses: dict[str, str]
-    process: subprocess.Popen[bytes]
+    process: Forked
     log_path: Path
     ready_path: Path
 
@@ -76,14 +78,15 @@ def serving(*options: str) -> Iterator[Stack]:
     """Run `kvferry serve` with these options until the block ends; raises with its log if it fails."""
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-") as folder:
         ready_path, log_path = Path(folder) / "ready.json", Path(folder) / "serve.log"
-        command = [Path(sys.executable).with_name("kvferry"), "serve", "--listen", "127.0.0.1:0"]
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--ready-file", str(ready_path), "--log-format", "json", *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
+        process = Forked(
+            main,
+            [
+                *("serve", "--listen", "127.0.0.1:0"),
+                *("--ready-file", str(ready_path), "--log-format", "json", *options),
+            ],
+            log=log_path,
+            environment=os.environ,
+        )
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not ready_path.exists():

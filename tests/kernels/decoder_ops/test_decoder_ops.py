@@ -24,6 +24,7 @@ def check(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], dtype: torch.dty
         torch.testing.assert_close(one, other, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 24, 5120])
 @pytest.mark.parametrize("adds", [False, True])
@@ -36,6 +37,7 @@ def test_a_sum_and_its_norm(dtype: torch.dtype, size: int, adds: bool) -> None:
     check(tuple(its[[0, 2]] for its in ours), tuple(its[[0, 2]] for its in theirs), dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (6, 2, 24), (8, 8, 64)])
 @pytest.mark.parametrize("has_norms", [False, True])
@@ -58,6 +60,7 @@ def test_a_product_with_silu(dtype: torch.dtype, size: int) -> None:
     check(ours, (decoder_ops.silu_product_torch(gate, up),), dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [1, 37, 600])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9999])

@@ -140,6 +140,7 @@ class Sequences:
         return output.clone()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 96])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from kvtest.launcher import serve as serve
+from kvtest.launcher import serve_afresh as serve_afresh

@@ -85,6 +85,7 @@ async def test_a_turn_runs_and_recovers_on_a_pair_of_one_block_protocol(start_st
     assert not ids[1] & ids[2]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [-1, 1, 2, 7, 11])
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("method", ["full", "rdkv"])

@@ -73,6 +73,7 @@ def test_measured_allocations_are_allocations() -> None:
     assert set(MEASURED_ALLOCATIONS) < set(ALLOCATIONS)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("num_tokens", [1, 2, W - 1, W, W + 1, 97])
 @pytest.mark.parametrize("normalisation", ["minmax", "mean"])

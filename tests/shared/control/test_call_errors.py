@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import grpc
@@ -28,6 +27,9 @@ from kvferry.shared.errors import (
     SessionNotFound,
     WorkerUnavailable,
 )
+
+LONG_S = 1000.0
+"""Longer than a test may take."""
 
 # ---- errors ----------------------------------------------------------------------------------------------
 
@@ -86,17 +88,15 @@ async def test_a_call_that_grpc_does_not_end_is_given_up(
 ) -> None:
     call = StuckCall()
     monkeypatch.setattr(decode_client._channel, "unary_unary", lambda *_: lambda *_, **__: call)
-    begin_s = time.monotonic()
     if is_cancelled:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await decode_client.status(timeout_s=30.0)
+                await decode_client.status(timeout_s=LONG_S)
     else:
         with pytest.raises(WorkerUnavailable, match=r"did not answer a call within 0\.2 s") as raised:
             await decode_client.status(timeout_s=0.2)
         assert raised.value.reason == "silent"
     assert call.is_cancelled
-    assert time.monotonic() - begin_s < 5.0
 
 
 async def test_an_unexpected_exception_is_internal_and_logged_once_with_its_request(
@@ -160,51 +160,52 @@ async def test_a_passed_deadline_is_named_and_frees_the_service(
     with pytest.raises(DeadlineExceeded):
         await kit.collect(decode_client.generate(kit.generate_request(), timeout_s=2.0))
     assert 0.0 < decode.timeout_s < 2.1  # gRPC rounds a timeout up on the wire by some milliseconds
-    assert await kit.eventually(lambda: len(decode.closed) == 1)
+    assert await kit.eventually(lambda: decode.num_closed == 1)
 
 
 async def test_a_deadline_of_a_unary_call_holds(prefill_client: GrpcPrefillClient) -> None:
+    await prefill_client.session_info(kit.SESSION, timeout_s=kit.WAIT_S)  # connected
     with pytest.raises(DeadlineExceeded):
         await prefill_client.status(timeout_s=0.3)
 
 
-@pytest.mark.parametrize("gap_s", [0.001, 60.0])
-async def test_closing_the_stream_reaches_the_service_within_a_second(
+@pytest.mark.parametrize("gap_s", [0.001, LONG_S])
+async def test_closing_the_stream_reaches_the_service_before_the_deadline(
     decode: Any, decode_client: GrpcDecodeClient, gap_s: float
 ) -> None:
     decode.gap_s = gap_s
-    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
+    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=LONG_S)
     assert isinstance(await anext(stream), TicketIssued)
-    closed_at = time.monotonic()
     await stream.aclose()
-    assert await kit.eventually(lambda: len(decode.closed) == 1)
-    assert decode.closed[0] - closed_at < 1.0
+    assert await kit.eventually(lambda: decode.num_closed == 1)
 
 
-async def test_cancelling_the_reading_task_reaches_the_service_within_a_second(
+async def test_cancelling_the_reading_task_reaches_the_service_before_the_deadline(
     decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
-    decode.gap_s = 60.0
+    decode.gap_s = LONG_S
     reader = asyncio.create_task(
-        kit.collect(decode_client.generate(kit.generate_request(), timeout_s=kit.WAIT_S))
+        kit.collect(decode_client.generate(kit.generate_request(), timeout_s=LONG_S))
     )
     assert await kit.eventually(lambda: len(decode.request_ids) == 1)
-    cancelled_at = time.monotonic()
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert await kit.eventually(lambda: len(decode.closed) == 1)
-    assert decode.closed[0] - cancelled_at < 1.0
+    assert await kit.eventually(lambda: decode.num_closed == 1)
 
 
 async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
     decode: Any, decode_client: GrpcDecodeClient
 ) -> None:
-    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=kit.WAIT_S)
+    stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=LONG_S)
     await anext(stream)
-    await asyncio.sleep(0.3)
+    seen = [-1]
+    while seen[-20:] != [decode.num_tokens] * 20:  # until what the client does not read stops the service
+        seen.append(decode.num_tokens)
+        await asyncio.sleep(0.01)
+    assert decode.num_closed == 0
     await stream.aclose()
-    assert await kit.eventually(lambda: len(decode.closed) == 1)
+    assert await kit.eventually(lambda: decode.num_closed == 1)
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
@@ -221,5 +222,5 @@ async def test_a_service_that_answers_a_caller_which_has_left_is_no_error(
             call = channel.unary_stream(method.path)(sent, metadata=metadata)
             assert await call.read()
             call.cancel()
-            assert await kit.eventually(lambda: len(decode.closed) == 1)
+            assert await kit.eventually(lambda: decode.num_closed == 1)
     assert [its for its in logs if its["log_level"] == "error"] == []

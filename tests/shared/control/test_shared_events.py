@@ -33,10 +33,14 @@ NUM_CALLS, NUM_TOKENS = 16, 40
 
 
 class Engine:
-    """Gives every running call a token at each step, all of them at once, as decode does."""
+    """Gives every running call a token at each step, all of them at once, as decode does.
+
+    Attributes: wanted: calls without which there is no step.
+    """
 
     def __init__(self) -> None:
         self.step_s = 0.01
+        self.wanted = 0
         self.running: dict[str, asyncio.Queue[GenerateEvent]] = {}
         self.failing: dict[str, KvferryError] = {}
         self.closed: list[str] = []
@@ -46,6 +50,8 @@ class Engine:
         index = 0
         while True:
             await asyncio.sleep(self.step_s)
+            if len(self.running) < self.wanted:
+                continue
             index += 1
             for number, queue in enumerate(self.running.values()):
                 token = replace(kit.TOKEN, token_id=number + 1, index=index)
@@ -137,8 +143,11 @@ def kinds(num_tokens: int) -> list[type]:
     ]
 
 
-async def test_the_tokens_of_a_step_are_one_message_and_every_call_has_its_own(client: Counting) -> None:
+async def test_the_tokens_of_a_step_are_one_message_and_every_call_has_its_own(
+    client: Counting, engine: Engine
+) -> None:
     await opened(client)
+    engine.wanted = NUM_CALLS
     before = client.num_messages
     answers = await asyncio.gather(*(ask(client, f"call-{i}") for i in range(NUM_CALLS)))
     for events in answers:
@@ -188,7 +197,8 @@ async def test_a_lost_stream_fails_its_calls_and_later_ones_go_on(client: Counti
     await opened(client)
     reading = asyncio.create_task(ask(client, "lost", 10_000))
     assert await kit.eventually(lambda: "lost" in engine.running)
-    await asyncio.sleep(3 * engine.step_s)
+    before = client.num_events
+    assert await kit.eventually(lambda: client.num_events > before + 3)
     reader = client._events._reader
     assert reader is not None
     reader.cancel()
@@ -199,10 +209,14 @@ async def test_a_lost_stream_fails_its_calls_and_later_ones_go_on(client: Counti
     assert len(await ask(client, "again")) == len(kinds(NUM_TOKENS))
 
 
-async def test_a_worker_that_is_gone_fails_every_call(client: Counting, worker: ControlServer) -> None:
+async def test_a_worker_that_is_gone_fails_every_call(
+    client: Counting, worker: ControlServer, engine: Engine
+) -> None:
     await opened(client)
     calls = [asyncio.create_task(ask(client, f"call-{i}", 10_000)) for i in range(3)]
-    await asyncio.sleep(0.1)
+    assert await kit.eventually(lambda: len(engine.running) == 3)
+    before = client.num_events
+    assert await kit.eventually(lambda: client.num_events > before + 9)
     await worker.close(0.0)
     for call in calls:
         with pytest.raises(KvferryError):

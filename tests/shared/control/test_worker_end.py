@@ -60,7 +60,7 @@ async def test_closing_cancels_calls_after_the_grace(decode: Any) -> None:
         await server.close(0.1)
         with pytest.raises((WorkerUnavailable, Cancelled)):
             await reader
-        assert await kit.eventually(lambda: len(decode.closed) == 1)
+        assert await kit.eventually(lambda: decode.num_closed == 1)
     finally:
         await client.close()
 

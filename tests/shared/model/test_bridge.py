@@ -208,6 +208,7 @@ def test_prefill_in_pieces_equals_one_run(
         torch.testing.assert_close(values, whole_values, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [0, 1 << 14, 1 << 40])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (6, 2), (4, 4), (8, 1)])

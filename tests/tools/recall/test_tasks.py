@@ -50,6 +50,7 @@ def key_of(question: str) -> str:
     return words.removesuffix(" ?").removesuffix(" .")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("num_tokens", [MIN_TOKENS, 513, 1500])
 @pytest.mark.parametrize("name", TASKS)

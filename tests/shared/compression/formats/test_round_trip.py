@@ -141,6 +141,7 @@ def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, ste
     assert (placed.buffer[placed.layout_bytes :] == NOT_WRITTEN).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("num_tokens", [97, 203])
 @pytest.mark.parametrize("case", CASES)
