@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.lanes import some
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.stored_format import read_record
@@ -163,7 +164,7 @@ def conversation(
     return questions, method, [said(ask(redis_stack, text, "whole-faulty", method)) for text in questions]
 
 
-@pytest.mark.parametrize("fault", ["paused", "killed"])
+@pytest.mark.parametrize("fault", some(["paused", "killed"], "killed"))
 def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
     redis_stack: Any, server: Any, conversation: tuple[list[str], dict[str, Any], list[str]], fault: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from kvtest.families import FAMILIES
+from kvtest.lanes import some
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -41,7 +42,7 @@ def ask(stack: Any, prompt: list[int], session_id: str) -> dict[str, Any]:
     return response.json()
 
 
-@pytest.mark.parametrize("where", [(), ("--in-process",)], ids=["processes", "in one process"])
+@pytest.mark.parametrize("where", some([(), ("--in-process",)], ()), ids=["processes", "in one process"])
 def test_turns_before_and_after_a_restart_equal_the_oracle(
     where: tuple[str, ...], start_stack: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -58,7 +58,12 @@ def complete(stack: Any, prompt: list[int], compression: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "budget"), [("full", None), ("rocketkv", 256), ("rdkv", 256)], ids=["full", "rocketkv", "rdkv"]
+    ("method", "budget"),
+    [
+        pytest.param("full", None, marks=pytest.mark.full, id="full"),
+        pytest.param("rocketkv", 256, marks=pytest.mark.full, id="rocketkv"),
+        pytest.param("rdkv", 256, id="rdkv"),
+    ],
 )
 def test_answers_equal_their_one_process_selves(
     nixl_stack: Any,

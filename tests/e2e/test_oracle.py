@@ -91,6 +91,7 @@ def complete(base_url: str, ids: list[int], *, stream: bool, **fields: object) -
         return tokens
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_full_equals_transformers_generate(
@@ -135,6 +136,7 @@ def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
         assert tokens == texts(tokenizer, [token.token_id for token in expected])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["rocketkv", "snapkv", "d2o"])
 @pytest.mark.parametrize("budget", [48, 256])
 def test_compressed_methods_equal_their_one_process_selves(

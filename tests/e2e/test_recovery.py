@@ -19,7 +19,7 @@ NUM_TOKENS = 300
 @pytest.mark.parametrize(
     ("role", "compression", "n"),
     [
-        ("decode", {"method": "full"}, 1),
+        pytest.param("decode", {"method": "full"}, 1, marks=pytest.mark.full),
         ("prefill", {"method": "full"}, 1),
         ("decode", {"method": "rdkv", "token_budget": 64}, 2),
     ],

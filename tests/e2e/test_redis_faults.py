@@ -148,6 +148,7 @@ def undisturbed(faulty: Faulty, lines: list[str]) -> list[dict[str, Any]]:
     return [faulty.ask(text, "undisturbed") for text in lines]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("fault", "moment"), FAULTS)
 def test_a_fault_in_a_turn_costs_a_miss_at_most(
     faulty: Faulty, lines: list[str], undisturbed: list[dict[str, Any]], fault: str, moment: str

@@ -66,9 +66,27 @@ def test_a_folder_that_others_may_write_to_is_not_used(home: Path) -> None:
     ("file", "right", "wrong", "computed"),
     [
         ("attention.h", "sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling", "attention"),
-        ("packed.c", "(load(to) + lowest[g])", "(load(to) + 1.01f * lowest[g])", "attention to packed rows"),
-        ("sparse.c", "chosen = its.chosen", "chosen = its.taken", "sparse attention"),
-        ("packed_sparse.c", "all->value_minima[", "all->value_scales[", "sparse attention to packed rows"),
+        pytest.param(
+            "packed.c",
+            "(load(to) + lowest[g])",
+            "(load(to) + 1.01f * lowest[g])",
+            "attention to packed rows",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "sparse.c",
+            "chosen = its.chosen",
+            "chosen = its.taken",
+            "sparse attention",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "packed_sparse.c",
+            "all->value_minima[",
+            "all->value_scales[",
+            "sparse attention to packed rows",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_code_that_does_not_agree_with_torch_is_refused(

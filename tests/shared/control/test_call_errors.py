@@ -199,10 +199,7 @@ async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
 ) -> None:
     stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=LONG_S)
     await anext(stream)
-    seen = [-1]
-    while seen[-20:] != [decode.num_tokens] * 20:  # until what the client does not read stops the service
-        seen.append(decode.num_tokens)
-        await asyncio.sleep(0.01)
+    assert await kit.eventually(lambda: decode.num_tokens > 1000)
     assert decode.num_closed == 0
     await stream.aclose()
     assert await kit.eventually(lambda: decode.num_closed == 1)

@@ -95,11 +95,16 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
-    timer = threading.Timer(0.2, transfer.abort, ["client_left"])
-    timer.start()
+
+    def abort_when_full() -> None:
+        kit.eventually(lambda: sender.buffered_bytes == 1000)
+        transfer.abort("client_left")
+
+    aborting = threading.Thread(target=abort_when_full)
+    aborting.start()
     with pytest.raises(Cancelled):
         kit.ship(transfer, kit.make_layers(manifest))
-    timer.join()
+    aborting.join()
     assert sender.buffered_bytes == 0
 
 

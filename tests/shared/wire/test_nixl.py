@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,16 +174,15 @@ def test_blocks_of_an_outdated_generation_are_dropped_and_counted(sink: Recordin
 
 
 def test_a_receiver_without_nixl_is_reached_over_the_network_at_once_and_said_so_once(
-    sink: RecordingSink, connected: list[str]
+    sink: RecordingSink, monkeypatch: pytest.MonkeyPatch, connected: list[str]
 ) -> None:
+    monkeypatch.setattr(connecting, "ANSWER_S", 10 * kit.WAIT_S)
     with (
         serving(ZmqListeningChannel("tcp://127.0.0.1:0"), sink) as server,
         sending(kit.connecting_with_nixl(connected.append)) as sender,
         capture_logs() as lines,
     ):
-        begin_s = time.monotonic()
         transfer_once(sender, server.endpoint, sink)
-        assert time.monotonic() - begin_s < connecting.ANSWER_S
         transfer_once(sender, server.endpoint, sink)
     assert reasons(lines) == ["the receiver does not use NIXL"]
     assert connected == ["network"]

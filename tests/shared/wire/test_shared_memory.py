@@ -187,12 +187,13 @@ def send_forever(raw: socket.socket, packet: bytes) -> None:
 
 
 def test_an_idle_connection_gives_its_ring_back(sink: RecordingSink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "IDLE_CONNECTION_S", 0.3)
     before = num_mapped()
     with serving(kit.listening_in_shared_memory(), sink) as server, sending() as sender:
         for _ in range(2):
+            monkeypatch.setattr(shared_memory, "IDLE_CONNECTION_S", 10 * kit.WAIT_S)
             transfer_once(sender, server.endpoint, sink)
             assert num_mapped() == before + 2  # the sender's view and the receiver's
+            monkeypatch.setattr(shared_memory, "IDLE_CONNECTION_S", 0.01)
             assert kit.eventually(lambda: num_mapped() == before)
     assert sink.aborted == {}
 

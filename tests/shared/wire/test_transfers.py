@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import kvtest.wire as kit
@@ -16,6 +18,8 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
+from kvferry.shared.wire import receiver as receiver_module
+from kvferry.shared.wire import sender as sender_module
 from kvferry.shared.wire.frames import HEADER_BYTES, encode_end, encode_layer, encode_manifest
 from kvferry.shared.wire.messages import EndRecord, NamedTensor
 from kvferry.shared.wire.sender import OutgoingTransfer, SendBuffer
@@ -254,14 +258,25 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
-def test_slow_computation_between_layers_is_not_idleness(wire: Wire, sink: RecordingSink) -> None:
+def test_slow_computation_between_layers_is_not_idleness(
+    wire: Wire, sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+    monkeypatch.setattr(receiver_module, "time", clock)
+    monkeypatch.setattr(sender_module, "time", clock)
     manifest = kit.make_manifest(rows=(3,))
     layers = kit.make_layers(manifest)
-    server = wire.server(sink, idle_timeout_s=1.0)
-    sender = wire.sender(keepalive_interval_s=0.2, timeout_s=1.0)
+    server = wire.server(sink, idle_timeout_s=kit.WAIT_S)
+    sender = wire.sender(keepalive_interval_s=0.05, timeout_s=kit.WAIT_S)
     transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
     transfer.send_layer(0, layers[0])
-    threading.Event().wait(2.5)
+    assert kit.eventually(lambda: sink.blocks == 3 and transfer._written_bytes == transfer._sent_bytes)
+    incoming = server._transfers[manifest.key]
+    for _ in range(3):
+        ahead_s += 0.75 * kit.WAIT_S
+        turned_s = clock.monotonic()
+        assert kit.eventually(lambda turned_s=turned_s: incoming.heard_at_s > turned_s)
     kit.ship(transfer, layers[1:], first=1)
     kit.assert_arrived(sink, manifest, layers)
 
