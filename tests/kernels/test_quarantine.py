@@ -129,6 +129,7 @@ def test_every_op_with_a_kernel_is_tested() -> None:
     assert set(OPS) == set(dispatch.TRITON_OPS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

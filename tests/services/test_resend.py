@@ -191,6 +191,7 @@ def expected_tokens(model: LanguageModel, plan: CompressionPlan) -> list[int]:
     return [token.token_id for token in drawn]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [0, 1, 3, 7])
 @pytest.mark.parametrize("method", ["full", "rocketkv"])
 async def test_another_decode_worker_gets_the_blocks_and_no_token_runs_twice(

@@ -84,6 +84,7 @@ async def test_states_are_shipped_whole_beside_the_rows_of_layers_that_attend(pa
         assert shipped(turn)["rows"] == 20 * row_bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["full", "snapkv", "rocketkv", "d2o", "compactor", "rdkv", "rdkv-draft"])
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_turns_and_branches_at_their_ends_equal_the_one_process_conversation(
@@ -150,6 +151,7 @@ async def test_another_sessions_prompt_is_continued_at_its_end_only(pair: Pair, 
     assert turn.reused == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["disk", "redis"])
 @pytest.mark.parametrize("family", [*HYBRIDS, "mamba2"])
 async def test_a_session_goes_on_from_a_tier_when_its_prefill_worker_is_gone(

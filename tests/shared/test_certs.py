@@ -9,7 +9,7 @@ import ssl
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def send_all(connection: socket.socket, messages: Iterable[bytes]) -> None:
+    for message in messages:
+        connection.sendall(message)
+
+
 def test_an_endless_message_of_a_stranger_takes_no_memory(
     receiver: tuple[wire_kit.RecordingSink, str],
 ) -> None:
@@ -250,15 +255,12 @@ def test_an_endless_message_of_a_stranger_takes_no_memory(
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     frame = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
-    sent = 0
     with socket.create_connection((host, int(port)), timeout=wire_kit.WAIT_S) as connection:
         connection.sendall(greeting)
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # the receiver closes the connection
-            connection.sendall(ready)
-            for _ in range(256):
-                connection.sendall(frame)
-                sent += 1
-    assert resident_bytes() - before < 64 << 20, sent
+        # the receiver closes the connection
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            send_all(connection, (ready, *[frame] * 256))
+    assert resident_bytes() - before < 64 << 20
 
 
 # ---- options ---------------------------------------------------------------------------------------------

@@ -105,6 +105,8 @@ ACTIVATIONS = (
 )
 """Those that quantise activations, too. A difference of rounding may become one of a quantisation step."""
 WEIGHT_ONLY = tuple(kind for kind in (*_CONFIGS, *_SCHEMES) if kind not in ACTIVATIONS)
+ONE_OF_EACH_LIBRARY = ("bitsandbytes nf4", "torchao int8 weight only", "compressed-tensors int4")
+"""Of those that quantise weights alone."""
 
 
 def save_quantised(kind: str, folder: Path, config: Any = None) -> Path:

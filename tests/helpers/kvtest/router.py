@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.router.app import Timing, create_app
+from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
-from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
@@ -69,6 +69,7 @@ class Stack:
     decode: list[ScriptedDecode]
     registry: CollectorRegistry
     close: Callable[[], Awaitable[None]]
+    services: Services
     model: str = SPEC.name
     num_sweeps: int = 0
 
@@ -168,7 +169,9 @@ async def _start(
     num_decode: int,
     options: dict[str, Any],
 ) -> Stack:
-    settings = {"listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, **options}
+    settings = {
+        "listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, "history_redis_timeout_s": 30.0, **options
+    }  # fmt: skip
     wire = Wire()
     script = Script(
         spec=settings.pop("spec", SPEC),
@@ -215,13 +218,15 @@ async def _start(
         decode=list(decode.values()),
         registry=metrics.registry,
         close=running.aclose,
+        services=app.state.services,
     )
-    _count_sweeps(app.state.services.implicit, started)
+    _count_sweeps(started)
     return started
 
 
-def _count_sweeps(sessions: ImplicitSessions, stack: Stack) -> None:
-    """Count the router's sweeps, each of which ends with these sessions."""
+def _count_sweeps(stack: Stack) -> None:
+    """Count the router's sweeps, each of which ends with implicit sessions."""
+    sessions = stack.services.implicit
     remove_stale = sessions.remove_stale
 
     def counted() -> Any:

@@ -24,7 +24,6 @@ def make(group: int, num_queries: int, num_tokens: int, num_kv_heads: int = 2) -
     return queries, torch.randn(num_kv_heads, num_tokens, 16, generator=generator)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("context", [nullcontext, torch_only])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(
@@ -39,7 +38,6 @@ def test_scores_equal_the_reference(group: int, num_tokens: int, chunk_tokens: i
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("context", [nullcontext, torch_only])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ def check(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], dtype: torch.dty
         torch.testing.assert_close(one, other, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 24, 5120])
 @pytest.mark.parametrize("adds", [False, True])
@@ -37,7 +36,6 @@ def test_a_sum_and_its_norm(dtype: torch.dtype, size: int, adds: bool) -> None:
     check(tuple(its[[0, 2]] for its in ours), tuple(its[[0, 2]] for its in theirs), dtype)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (6, 2, 24), (8, 8, 64)])
 @pytest.mark.parametrize("has_norms", [False, True])

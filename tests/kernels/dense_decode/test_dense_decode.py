@@ -10,7 +10,6 @@ from kvferry.kernels.dense_decode import dense_decode
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("length", [1, 2, 7, 129])

@@ -55,7 +55,6 @@ def test_no_value_moves_by_more_than_half_a_step_of_its_group(num_rows, dim, bit
     assert ((new_values - values)[:, :grouped].abs() <= step / 2 + 1e-5).all()
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("num_rows", "num_new"), [(0, 1), (1, 0), (31, 2), (32, 0), (32, 1), (101, 3)])
@@ -110,7 +109,6 @@ def test_what_cannot_be_is_refused():
         kivi_decode(queries, rows, none[:1], none, scaling=1.0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize("group_size", [1, 8])
 @pytest.mark.parametrize(("num_rows", "num_new"), [(1, 0), (31, 2), (32, 0), (70, 1), (101, 3)])

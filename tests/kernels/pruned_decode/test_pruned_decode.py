@@ -26,7 +26,6 @@ def make(num_rows, num_new, group_size, kept, *, dim=7, dtype=torch.float32):
     }
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("num_rows", "num_new"), [(0, 1), (1, 0), (1, 1), (37, 5)])

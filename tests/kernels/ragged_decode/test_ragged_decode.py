@@ -28,7 +28,6 @@ def make(head_rows, num_new, group_size, *, dim=6, dtype=torch.float32):
     }
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(

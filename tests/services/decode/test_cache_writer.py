@@ -236,6 +236,7 @@ def test_missing_bytes_are_counted(case):
 # ---- content ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "reason", "kind"),
     [
@@ -268,6 +269,7 @@ def test_what_prefill_never_makes_is_refused_with_the_layers_last_byte(case, nam
     assert caught.value.reason == "incomplete"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_or_a_state_with_a_number_that_is_not_finite_is_refused(case, number):

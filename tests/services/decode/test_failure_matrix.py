@@ -132,6 +132,7 @@ def test_every_operator_is_in_the_matrix() -> None:
     assert SPEC.num_kv_heads > 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", FOUND)
 @pytest.mark.parametrize("served", dispatch.TRITON_OPS, indirect=True)
 async def test_a_fault_that_the_self_test_finds_reaches_no_client(

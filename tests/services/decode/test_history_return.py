@@ -192,6 +192,7 @@ def in_torch():
     dispatch.configure("auto", torch.device("cpu"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("max_tokens", [33, 34, 66])
 @pytest.mark.parametrize("rebudgeted", REBUDGETED, ids=lambda its: its["method"])

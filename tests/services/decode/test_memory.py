@@ -19,6 +19,7 @@ def tokens_by_which_memory_grows(monkeypatch):
     return 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("store_history", [False, True], ids=["", "returned"])
 @pytest.mark.parametrize("arena_bytes", [1 << 21, 100_000], ids=["growth", "growth and preemption"])
 async def test_answers_of_every_method_that_outgrow_their_memory_are_the_oracle_s(

@@ -58,6 +58,7 @@ def expected_of(model, request):
     return [token.token_id for token in generated]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("op", sorted(LAUNCHES))
 @pytest.mark.parametrize("first_failure", [1, 4], ids=["first_launch", "in_mid_answer"])
@@ -168,6 +169,7 @@ async def test_a_capture_that_fails_twice_is_not_tried_again(interpreter, monkey
     assert made.value("decode_steps_total", path="eager", reason="capture_failed") == 8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("op", sorted(LAUNCHES))
@@ -188,6 +190,7 @@ async def test_a_kernel_that_returns_nan_is_found_and_its_tokens_are_torch_s(
     assert await made.arena_is_free(within_s=30)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("op", sorted(LAUNCHES))
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])

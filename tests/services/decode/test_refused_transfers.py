@@ -184,6 +184,7 @@ async def test_a_layer_of_other_tensors_than_its_formats_fails_both_sides(
     assert await made.arena_is_free()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize("method", ["full", "rocketkv", "kivi", "h2o", "adakv", "think"])
 async def test_rows_that_are_not_finite_fail_both_sides_and_no_other_request(

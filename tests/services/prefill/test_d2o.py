@@ -52,6 +52,7 @@ def assert_tensors_are_the_oracles(
     assert harness.metric("kv_transfer_bytes_total", kind="state", method=plan.method) >= state_bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["d2o", "h2o", "rocketkv-d2o", "compactor-hsa"])
 @pytest.mark.parametrize("skip_layers", [(), (0, 2)])
 async def test_a_prompts_tensors_are_those_of_one_process(

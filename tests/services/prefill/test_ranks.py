@@ -148,6 +148,7 @@ async def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
 async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(

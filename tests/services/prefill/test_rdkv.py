@@ -53,6 +53,7 @@ def assert_tensors_are_the_oracles(
     assert {kind: done.bytes_by_kind[kind] for kind in sizes} == sizes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("skip_layers", [(), (0, 2)])
 async def test_a_prompts_tensors_are_those_of_one_process(
@@ -66,6 +67,7 @@ async def test_a_prompts_tensors_are_those_of_one_process(
     assert_tensors_are_the_oracles(harness, request, done)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_new", [7, 50])
 async def test_a_second_turns_tensors_are_those_of_one_process_with_that_history(

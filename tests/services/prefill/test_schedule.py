@@ -137,6 +137,7 @@ def test_nothing_starts_where_nothing_waits() -> None:
     assert schedule.overtake(0.0) is None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize(("work", "overtakes"), [(4.0, True), (6.0, False)])
 def test_only_a_much_shorter_prompt_overtakes(work: float, overtakes: bool, timed: bool) -> None:
@@ -244,6 +245,7 @@ def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: li
             assert job.ended_s - job.comes_s <= job.work + queue + (len(shorts) + 1) * SLICE_S
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("pass_s", "times"), [(0.07, 1.05), (0.2, 1.05), (0.4, 1.25), (1.0, 1.4)])
 @pytest.mark.parametrize("share", [0.1, 0.25])
 def test_a_key_that_floods_the_line_moves_anothers_times_little(

@@ -72,6 +72,7 @@ def pooled_scores(attention: Tensor, num_kv_heads: int, pooling: str, kernel: in
     return F.avg_pool1d(grouped[None], kernel, 1, kernel // 2)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("method", "pooling", "kernel"),
     [("rocketkv", "avg", 9), ("rocketkv", "max", 63), ("snapkv", "avg", 9), ("snapkv", "avg", 7)],

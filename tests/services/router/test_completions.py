@@ -193,6 +193,7 @@ async def test_text_logprobs_have_openai_shape(stack: Any) -> None:
         assert text[offset : offset + len(token)] == token
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_echo_puts_the_prompt_with_its_logprobs_first(stack: Any, n: int, stream: bool) -> None:

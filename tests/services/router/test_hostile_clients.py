@@ -34,11 +34,11 @@ BODY = {"model": "demo", "messages": [{"role": "user", "content": "the red castl
 
 
 async def longest_hold_s(work: Any) -> float:
-    """The longest time for which the event loop ran nothing else while `work` ran."""
-    longest_s, last_s, done = 0.0, time.monotonic(), asyncio.ensure_future(work)
+    """Return the longest processor time for which the event loop ran nothing else while `work` ran."""
+    longest_s, last_s, done = 0.0, time.thread_time(), asyncio.ensure_future(work)
     while not done.done():
         await asyncio.sleep(0)
-        now_s = time.monotonic()
+        now_s = time.thread_time()
         longest_s, last_s = max(longest_s, now_s - last_s), now_s
     await done
     return longest_s
@@ -51,7 +51,7 @@ async def test_the_key_is_checked_before_the_body_is_read(start_stack: Any) -> N
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\n"
     writer.write(head + b"x" * 1000)  # and no more of the body
     await writer.drain()
-    answer = await asyncio.wait_for(reader.read(), 5.0)
+    answer = await asyncio.wait_for(reader.read(), 60.0)
     assert answer.startswith(b"HTTP/1.1 401")
     writer.close()
 
@@ -210,25 +210,23 @@ async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
 
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
     text = "the old sailor painted the quiet bridge . " * 50_000
-    gaps, stop = [0.0], threading.Event()
+    num_runs, stop = 0, threading.Event()
 
     def watch() -> None:
-        last_s = time.monotonic()
+        nonlocal num_runs
         while not stop.is_set():
             time.sleep(0.001)
-            now_s = time.monotonic()
-            gaps.append(now_s - last_s)
-            last_s = now_s
+            num_runs += 1
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    begin_s = time.monotonic()
+    before = num_runs
     ids = tokenizer.encode(text)
-    took_s = time.monotonic() - begin_s
+    during = num_runs - before
     stop.set()
     watcher.join()
     assert len(ids) > 300_000
-    assert max(gaps) < max(0.5 * took_s, 0.2)
+    assert during >= 10, "it is one or two where the interpreter's lock is not released"
 
 
 @contextlib.contextmanager
@@ -262,19 +260,14 @@ async def test_idle_connections_give_way_at_the_limit(start_stack: Any) -> None:
     for _ in range(3):
         response = await stack.http.post("/v1/chat/completions", json=BODY)
         assert response.status_code == 200
-    open_count = 0
-    for reader, writer in idle:
-        try:
-            open_count += await asyncio.wait_for(reader.read(1), 0.02) != b""
-        except TimeoutError:
-            open_count += 1
+    await eventually(lambda: sum(not reader.at_eof() for reader, _ in idle) <= 20)
+    for _, writer in idle:
         writer.close()
-    assert open_count <= 20
 
 
 async def test_a_connection_over_the_limit_is_refused_by_name_with_a_time_to_retry(start_stack: Any) -> None:
     stack = await start_stack(max_connections=1)
-    stack.script.token_delay_s = 0.2
+    stack.script.may_decode.clear()
     running = asyncio.create_task(stack.http.post("/v1/chat/completions", json={**BODY, "max_tokens": 64}))
     await eventually(lambda: stack.num_active == 1)
     host, port = stack.base_url.removeprefix("http://").split(":")

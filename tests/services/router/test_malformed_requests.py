@@ -216,6 +216,7 @@ async def test_missing_field_is_named(base_url: str, field: str, path: str) -> N
     assert error["param"] == field
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("body", "word"), BAD_BODIES, ids=range(len(BAD_BODIES)))
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_body_that_is_no_json_object_is_refused(

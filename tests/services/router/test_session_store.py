@@ -29,6 +29,12 @@ def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int
     return SessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
 
 
+async def waited_for(sessions: SessionStore) -> None:
+    """Wait until a second request wants the session."""
+    while sessions._entries[key()].users < 2:
+        await asyncio.sleep(0)
+
+
 async def have(sessions: SessionStore, name: str) -> None:
     async with sessions.lease(key(name)) as lease:
         assert await lease.commit(RECORD)
@@ -67,7 +73,7 @@ async def test_busy_session_is_refused_after_the_wait_and_freed_by_the_first() -
 
 
 async def test_waiter_that_is_cancelled_does_not_block_the_next() -> None:
-    sessions = store(wait_s=5.0)
+    sessions = store(wait_s=60.0)
 
     async def wait() -> None:
         async with sessions.lease(key()):
@@ -75,10 +81,10 @@ async def test_waiter_that_is_cancelled_does_not_block_the_next() -> None:
 
     async with sessions.lease(key()):
         waiter = asyncio.create_task(wait())
-        await asyncio.sleep(0.01)
+        await waited_for(sessions)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
-    await asyncio.wait_for(have(sessions, "s"), 1.0)
+    await asyncio.wait_for(have(sessions, "s"), 60.0)
 
 
 async def test_deleted_session_is_not_brought_back_by_its_turn() -> None:
@@ -93,7 +99,7 @@ async def test_deleted_session_is_not_brought_back_by_its_turn() -> None:
 
 
 async def test_waiter_of_a_deleted_session_begins_a_new_one() -> None:
-    sessions = store(wait_s=5.0)
+    sessions = store(wait_s=60.0)
     await have(sessions, "s")
     seen: list[SessionRecord | None] = []
 
@@ -103,9 +109,9 @@ async def test_waiter_of_a_deleted_session_begins_a_new_one() -> None:
 
     async with sessions.lease(key()):
         waiter = asyncio.create_task(wait())
-        await asyncio.sleep(0.01)
+        await waited_for(sessions)
         await sessions.delete(key())
-    await asyncio.wait_for(waiter, 1.0)
+    await asyncio.wait_for(waiter, 60.0)
     assert seen == [None]
 
 

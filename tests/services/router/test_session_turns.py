@@ -10,10 +10,18 @@ import openai
 import pytest
 from kvtest.router import eventually, scripted_token
 
+from kvferry.services.router.app import Timing
 from kvferry.shared.errors import HistoryMiss, TransferFailed
 
 FIRST = {"role": "user", "content": "the red castle ."}
 SECOND = {"role": "user", "content": "what is the pin ?"}
+
+
+class Clock:
+    now_s = 1_900_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 async def say(stack: Any, *messages: dict[str, Any], client: Any = None, **fields: Any) -> Any:
@@ -127,23 +135,25 @@ async def test_second_request_waits_for_the_first(stack: Any) -> None:
 
 async def test_waiting_too_long_is_409(start_stack: Any) -> None:
     stack = await start_stack(session_wait_s=0.05)
-    stack.script.token_delay_s = 0.2
+    stack.script.may_decode.clear()
     first = asyncio.create_task(say(stack, FIRST))
-    await eventually(lambda: bool(stack.decode[0].active - set()) and len(prompts(stack)) == 1)
+    await eventually(lambda: len(prompts(stack)) == 1)
     with pytest.raises(openai.ConflictError) as busy:
         await say(stack, SECOND)
     assert busy.value.code == "session_busy"
     assert busy.value.response.headers["retry-after"] == "1"
+    stack.script.may_decode.set()
     assert (await first).usage.completion_tokens == 4
 
 
 async def test_session_stays_locked_until_its_history_is_home(start_stack: Any) -> None:
     stack = await start_stack(session_wait_s=0.05)
-    stack.decode[0].history_delay_s = 0.5
+    stack.script.may_return.clear()
     await say(stack, FIRST)  # answered before the history's return
     with pytest.raises(openai.ConflictError):
         await say(stack, SECOND)
     await turns(stack, 1)
+    stack.script.may_return.set()
     await eventually(lambda: bool(stack.prefill[0].history))
     assert (await say(stack, SECOND)).kv["reused_tokens"] > 0
 
@@ -161,10 +171,11 @@ async def test_delete_forgets_text_and_history(stack: Any) -> None:
 
 
 async def test_delete_during_a_turn_wins(stack: Any) -> None:
-    stack.script.token_delay_s = 0.05
+    stack.script.may_decode.clear()
     running = asyncio.create_task(say(stack, FIRST, max_tokens=8))
     await eventually(lambda: len(prompts(stack)) == 1)
     assert (await delete(stack)).status_code == 200
+    stack.script.may_decode.set()
     assert (await running).usage.completion_tokens == 8
     await eventually(lambda: stack.num_active == 0 and bool(stack.prefill[0].aborted))
     # once at DELETE, once for what the turn left at its end
@@ -230,7 +241,7 @@ async def test_session_survives_the_loss_of_its_prefill_worker(start_stack: Any)
     first = next(worker for worker in stack.prefill if worker.requests)
     other = next(worker for worker in stack.prefill if worker is not first)
     first.ready = False
-    await asyncio.sleep(0.2)
+    await first.asked()
     answer = await say(stack, SECOND)
     assert answer.kv["reused_tokens"] == 0
     assert other.requests[-1].prompt_token_ids[: len(first.requests[0].prompt_token_ids)]
@@ -279,23 +290,23 @@ async def test_wrong_role_is_numbered_as_the_client_sent_it(stack: Any) -> None:
 
 
 async def test_expired_session_is_gone(start_stack: Any) -> None:
-    stack = await start_stack(session_ttl_s=0.15)
+    clock = Clock()
+    stack = await start_stack(session_ttl_s=60.0, clock=clock)
     await say(stack, FIRST)
-    await eventually(lambda: bool(stack.prefill[0].history or stack.prefill[0].dropped), timeout_s=30.0)
-    async with asyncio.timeout(30.0):
-        while stack.num_active or (await info(stack)).status_code != 404:
-            await asyncio.sleep(0.05)
-    await asyncio.sleep(0.3)  # the turn's end, which follows its history's, may have come just now
+    await eventually(lambda: bool(stack.prefill[0].history))  # the turn has ended
+    assert (await info(stack)).status_code == 200
+    clock.now_s += 60.0
     assert (await info(stack)).status_code == 404
     assert (await say(stack, SECOND, session_mode="append")).usage.prompt_tokens < len(prompts(stack)[0]) * 2
 
 
 async def test_only_workers_that_had_an_expired_session_are_told(start_stack: Any) -> None:
-    stack = await start_stack(num_prefill=3, num_decode=3, session_ttl_s=0.3)
+    clock, timing = Clock(), Timing(sweep_interval_s=0.05)
+    stack = await start_stack(num_prefill=3, num_decode=3, session_ttl_s=60.0, clock=clock, timing=timing)
     await say(stack, FIRST)
-    workers = (*stack.prefill, *stack.decode)
-    await eventually(lambda: sum(bool(worker.dropped) for worker in workers) == 2, timeout_s=30.0)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: any(worker.history for worker in stack.prefill))  # the turn has ended
+    clock.now_s += 60.0
+    await stack.swept()
     assert [sum(bool(its.dropped) for its in role) for role in (stack.prefill, stack.decode)] == [1, 1]
 
 

@@ -45,6 +45,7 @@ def sharing(stack: Any) -> list[Any]:
     return [its for worker in stack.decode for its in worker.requests if its.shares is not None]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compression", ["full", "rdkv"])
 @pytest.mark.parametrize("count", [-1, 1, 3])
 async def test_a_lost_sibling_is_replayed_and_the_others_go_on(
@@ -64,6 +65,7 @@ async def test_a_lost_sibling_is_replayed_and_the_others_go_on(
     await eventually(lambda: not stack.decode[0].active)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compression", ["full", "rdkv"])
 @pytest.mark.parametrize("max_tokens", [1, MAX_TOKENS])
 async def test_a_lost_worker_replays_every_choice(

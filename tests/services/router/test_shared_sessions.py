@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -25,6 +26,11 @@ async def say(stack: Any, content: str, **extra: Any) -> Any:
         max_tokens=4,
         extra_body={"session_id": "s", "session_mode": "append", **extra},
     )
+
+
+def link_of(stack: Any) -> Any:
+    """Return the router's connection to Redis."""
+    return stack.services.sessions._records._link
 
 
 async def test_a_conversation_moves_between_routers_and_survives_their_restart(
@@ -81,6 +87,7 @@ async def test_the_server_goes_on_without_redis_and_says_what_it_cannot(
     start_stack: Any, redis_server: Any
 ) -> None:
     stack = await start_stack(history_redis=redis_server.url)
+    link_of(stack).breaker._open_s = 0.05
     await say(stack, "the red castle .")
     await stack.has_turns("s", 1)
     redis_server.kill()
@@ -111,32 +118,43 @@ async def one_cut_off(start_stack: Any, redis_server: Any) -> AsyncIterator[tupl
     """Two routers before the same workers, and the link between the first one and Redis."""
     link = Link(name="redis", target_port=redis_server.port)
     await link.start()
-    # a lease is over before Redis is back, and nothing is written back by itself
+    # a lease is over before Redis is back
     timing = Timing(session_lease_s=0.5, sweep_interval_s=0.3, recovery_backoff_s=0.01)
-    one = await start_stack(
-        history_redis=f"redis://127.0.0.1:{link.port}/0", history_redis_timeout_s=0.3, timing=timing
-    )
+    one = await start_stack(history_redis=f"redis://127.0.0.1:{link.port}/0", timing=timing)
+    link_of(one).breaker._open_s = 0.05
     other = await start_stack(history_redis=redis_server.url, timing=timing)
     other.prefill[0].pending = one.prefill[0].pending
     try:
         yield one, other, link
     finally:
-        link.heal()
+        heal(one, link)
         await one.close()
         await other.close()
         await link.close()
 
 
+def cut(one: Any, link: Link) -> None:
+    """Let nothing pass to Redis; the router soon gives a call up."""
+    redis = link_of(one)
+    redis._options = replace(redis._options, timeout_s=0.3)
+    link.hold()
+
+
+def heal(one: Any, link: Link) -> None:
+    redis = link_of(one)
+    redis._options = replace(redis._options, timeout_s=30.0)
+    link.heal()
+
+
 async def cut_during(one: Any, link: Link, content: str, **extra: Any) -> Any:
     """A turn that the router acknowledges without Redis, which it loses in the middle of it."""
-    one.script.prefill_delay_s = 0.5
+    one.script.may_prefill.clear()
     asked = len(one.prefill[0].requests)
     turn = asyncio.create_task(say(one, content, **extra))
     await eventually(lambda: len(one.prefill[0].requests) > asked)
-    link.hold()
-    answer = await turn
-    one.script.prefill_delay_s = 0.0
-    return answer
+    cut(one, link)
+    one.script.may_prefill.set()
+    return await turn
 
 
 async def refused(stack: Any, content: str, **extra: Any) -> None:
@@ -160,15 +178,14 @@ async def test_a_router_with_redis_does_not_go_on_without_a_turn_that_another_on
             await say(other, content)
         await cut_during(one, link, contents[-2])
         assert one.metric("session_store_events_total", event="offline") == 0
-        await asyncio.sleep(0.6)  # the lease of the turn is over
-        await refused(other, contents[-1])
+        await refused(other, contents[-1])  # once the lease of the turn is over
         assert (await other.http.get("/v1/sessions/s", headers=A)).json()["error"][
             "code"
         ] == "session_pending"
         if not turns_before:
             deleted = await other.http.delete("/v1/sessions/s", headers=A)
             assert (deleted.status_code, deleted.json()["error"]["code"]) == (503, "session_pending")
-        link.heal()
+        heal(one, link)
         async with asyncio.timeout(60.0):
             while True:
                 with contextlib.suppress(openai.InternalServerError):
@@ -197,13 +214,13 @@ async def test_a_turn_that_another_router_has_overtaken_is_not_acknowledged(
 ) -> None:
     async with one_cut_off(start_stack, redis_server) as (one, other, link):
         await say(one, "the red castle .")
-        one.script.prefill_delay_s = 3.0
+        one.script.may_prefill.clear()
         asked = len(one.prefill[0].requests)
         turn = asyncio.create_task(say(one, "what is the pin ?"))
         await eventually(lambda: len(one.prefill[0].requests) > asked)
-        link.hold()
-        async with asyncio.timeout(2.5):  # the lease ends, and the other router takes the session over
-            await say(other, "and the word ?")
+        cut(one, link)
+        await say(other, "and the word ?")  # the lease ends, and the other router takes the session over
+        one.script.may_prefill.set()
         with pytest.raises(openai.ConflictError):
             await turn
         await other.has_turns("s", 2)

@@ -66,6 +66,7 @@ async def events_around_silence(
     return events
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("session", [True, False])
 async def test_client_that_leaves_frees_both_workers(stack: Any, stream: bool, session: bool) -> None:

@@ -131,7 +131,7 @@ async def test_a_cut_turn_yields_no_more_tokens_and_ends(workers: Workers) -> No
 
 async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers) -> None:
     assert (await workers.runner.run(workers.request())).token_ids == expected(workers)
-    workers.script.prefill_delay_s = 5.0
+    workers.script.may_prefill.clear()
     with pytest.raises(DeadlineExceeded):
         await workers.runner.run(workers.request(time_s=0.1))
     assert workers.prefill.active == workers.decode.active == set()

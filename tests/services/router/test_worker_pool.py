@@ -35,7 +35,10 @@ class Pool:
         self.names = names
         self.closed: list[str] = []
 
+        self.num_resolved = 0
+
         async def resolve(_: str) -> tuple[str, ...]:
+            self.num_resolved += 1
             return self.names
 
         async def disconnect(client: ScriptedDecode) -> None:
@@ -51,6 +54,11 @@ class Pool:
             status_timeout_s=0.2,
             resolve_interval_s=0.02,
         )
+
+    async def resolved(self) -> None:
+        """Wait until the name was resolved again, and the answer was used."""
+        before = self.num_resolved
+        await eventually(lambda: self.num_resolved >= before + 2)
 
     async def __aenter__(self) -> Pool:
         await self.pool.start()
@@ -68,7 +76,7 @@ async def test_least_loaded_worker_is_chosen() -> None:
     async with Pool("a", "b") as it:
         it.workers["a"].active = {"x", "y"}
         it.workers["b"].active = {"z"}
-        await asyncio.sleep(0.1)
+        await asyncio.gather(it.workers["a"].asked(), it.workers["b"].asked())
         assert it.chosen() == "b"
         worker = it.pool.worker("b")
         with worker.busy(), worker.busy(), worker.busy():
@@ -84,7 +92,7 @@ async def test_equally_idle_workers_share_the_work() -> None:
 async def test_preference_is_followed_and_avoidance_where_there_is_a_choice() -> None:
     async with Pool("a", "b") as it:
         it.workers["a"].active = {"x"}
-        await asyncio.sleep(0.1)
+        await it.workers["a"].asked()
         assert it.chosen(prefer=("gone", "a")) == "a"
         assert it.chosen(avoid={"b"}) == "a"
         assert it.chosen(prefer=("a",), avoid={"a"}) == "b"
@@ -102,7 +110,7 @@ async def test_only_ready_workers_of_the_model_and_protocol_are_chosen() -> None
             it.chosen()
         assert none.value.retry_after_s == it.pool.status_interval_s, "the next status call"
         worker.ready = True
-        await it.pool.wait_ready(SPEC.fingerprint, timeout_s=5.0)
+        await it.pool.wait_ready(SPEC.fingerprint, timeout_s=60.0)
         assert it.chosen() == "a"
 
 
@@ -168,12 +176,12 @@ async def test_workers_come_and_go_with_their_name() -> None:
         await eventually(lambda: len(it.pool.ready_workers()) == 2)
         with it.pool.worker("a").busy():
             it.names = ("b",)
-            await asyncio.sleep(0.1)
+            await it.resolved()
             assert it.pool.worker("a") is not None  # a turn is in flight there
         await eventually(lambda: it.pool.worker("a") is None)
         assert it.closed == ["a"]
         it.names = ()  # the name does not resolve for a moment
-        await asyncio.sleep(0.1)
+        await it.resolved()
         assert it.chosen() == "b"
     assert it.closed == ["a", "b"]
 

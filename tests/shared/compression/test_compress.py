@@ -87,7 +87,6 @@ def assert_selection_is_best(positions: Tensor, scores: list[list[float]], prote
         assert max(dropped, default=-math.inf) <= worst_kept + 1e-5
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("num_tokens", [W + 1, W + 2, 97, 211])
 @pytest.mark.parametrize(("method", "pooling", "kernel"), POOLINGS)

@@ -48,7 +48,6 @@ def plain_leverage(rows: Tensor) -> Tensor:
     return torch.stack(out).float()
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("sketch", SKETCHES)
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
@@ -65,7 +64,6 @@ def test_every_solver_gives_the_leverage_of_the_sketched_keys(
     torch.testing.assert_close(result, plain_leverage(sketched), atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("sketch", ["gaussian", "srht"])
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("k", [16, 17, 64])

@@ -254,7 +254,6 @@ def composed(scorer: str, attention: str, allocation: str) -> CompressionPlan:
     )
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("method", ["snapkv", "streamingllm", "h2o", "random"])

@@ -36,7 +36,6 @@ def random_kv(heads: int, num_tokens: int, dim: int, dtype: torch.dtype = torch.
     return keys.to(dtype), torch.randn(heads, num_tokens, dim, generator=generator).to(dtype)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dim", [1, 7, 8, 64])
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("bits", BITS)

@@ -87,6 +87,7 @@ def some_ids(num_tokens: int, seed: int = 0) -> Tensor:
     return torch.randint(7, 600, (num_tokens,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_and_decode_logits_are_transformers_own(
@@ -182,6 +183,7 @@ def test_half_precision_stays_within_its_rounding(
     assert error <= 2 * own_error + tolerance * expected.abs().max()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3", "phi3"])
 @pytest.mark.parametrize(
     "pieces",
@@ -208,7 +210,6 @@ def test_prefill_in_pieces_equals_one_run(
         torch.testing.assert_close(values, whole_values, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [0, 1 << 14, 1 << 40])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (6, 2), (4, 4), (8, 1)])

@@ -67,6 +67,7 @@ def test_logits_and_tokens_are_those_of_the_modules(tmp_path: Path, name: str) -
     assert not quarantined()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FUSED)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvtest.quantised_models import ACTIVATIONS, WEIGHT_ONLY, save_quantised
+from kvtest.lanes import some
+from kvtest.quantised_models import ACTIVATIONS, ONE_OF_EACH_LIBRARY, WEIGHT_ONLY, save_quantised
 from kvtest.tiny_models import make_model
 from kvtest.transformers_model import Reference, greedy, prompt_of
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def stored_bytes(weight: Tensor) -> int:
     return sum(getattr(weight, name).nbytes for name in names) or weight.nbytes
 
 
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize("kind", some(WEIGHT_ONLY, *ONE_OF_EACH_LIBRARY))
 def test_tokens_are_those_of_the_library_and_a_twin_has_the_same_weights(
     checkpoint: Checkpoint, kind: str
 ) -> None:
@@ -87,7 +88,7 @@ def test_tokens_are_those_of_the_library_and_a_twin_has_the_same_weights(
     assert shared == own
 
 
-@pytest.mark.parametrize("kind", [*WEIGHT_ONLY, *ACTIVATIONS])
+@pytest.mark.parametrize("kind", some([*WEIGHT_ONLY, *ACTIVATIONS], *ONE_OF_EACH_LIBRARY))
 def test_weights_stay_quantised_after_a_pass(checkpoint: Checkpoint, kind: str) -> None:
     model = load_model(checkpoint(kind), device="cpu")
     tokens_of(model, prompt_of(9, seed=1), 3)
@@ -104,7 +105,7 @@ def test_weights_stay_quantised_after_a_pass(checkpoint: Checkpoint, kind: str) 
     assert sum(map(stored_bytes, unique.values())) < 1.3 * num_weights, "of float32 weights it would be 4"
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", some(ACTIVATIONS, "compressed-tensors float8, float8 activations"))
 def test_with_quantised_activations_the_first_logits_are_close_to_the_librarys(
     checkpoint: Checkpoint, kind: str
 ) -> None:

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvtest.lanes import some
 from kvtest.load_memory import measure_load
-from kvtest.quantised_models import save_quantised
+from kvtest.quantised_models import ONE_OF_EACH_LIBRARY, save_quantised
 from kvtest.tiny_models import make_config
 
 for name in ("accelerate", "bitsandbytes", "compressed_tensors", "torchao"):
@@ -15,7 +16,7 @@ for name in ("accelerate", "bitsandbytes", "compressed_tensors", "torchao"):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("kind", ["bitsandbytes nf4", "torchao int8 weight only", "compressed-tensors int4"])
+@pytest.mark.parametrize("kind", some(ONE_OF_EACH_LIBRARY, "bitsandbytes nf4"))
 def test_loading_never_holds_the_model_in_full_precision(kind: str, tmp_path: Path) -> None:
     """One kind of each library; `benchmarks/quantised_load.py` measures all."""
     large = make_config("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=6)

@@ -20,6 +20,7 @@ from kvferry.shared.wire.messages import EndRecord
 # ---- what a receiver refuses -----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("error", "kind", "reason"),
     [

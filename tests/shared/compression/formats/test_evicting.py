@@ -60,7 +60,6 @@ def column_sums_of(inputs: LayerInputs) -> Tensor:
     return sums.sums
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("num_tokens", "rows"), [(1, 1), (2, 1), (13, 13), (31, 7)])
 @pytest.mark.parametrize("name", ["evict", "merge"])

@@ -73,7 +73,6 @@ def attend(caches: list[LayerCache], step: int, group_size: int) -> Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_parts", [2, 4])
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize(

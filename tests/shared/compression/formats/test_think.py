@@ -58,7 +58,6 @@ def plain_channels(inputs: LayerInputs, window: int, count: int) -> list[list[in
     return heads
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("num_tokens", "new_tokens"), [(1, 1), (31, 31), (32, 32), (33, 33), (97, 5)])
 @pytest.mark.parametrize(("retention", "count"), [(0.5, 5), (0.01, 1), (1.0, 9), (4 / 9, 4)])

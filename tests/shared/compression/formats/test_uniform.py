@@ -62,7 +62,6 @@ def rounded_row(row: list[float], bits: int) -> list[float]:
     return [s * code + z for code in codes]
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", ["compactor-kivi", "rocketkv-kivi"])
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("num_tokens", "budget"), [(97, 14), (203, 41)])

@@ -76,7 +76,6 @@ def test_streamingllm_keeps_four_sinks_and_the_latest(num_tokens: int, budget: i
     assert keep("streamingllm", make_inputs(num_tokens, 1), budget) == [expected] * 2
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("budget", [1, 2, 15, 30])
