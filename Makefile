@@ -27,6 +27,9 @@ ATHERIS := $(VENV)-atheris
 LM_EVAL_PACKAGES := 'lm_eval[api]==0.4.13' transformers
 DEBIAN_PACKAGES := redis-server prometheus docker.io mmdebstrap iproute2 iptables chromium
 
+# Some machines forbid it, and every process that a test starts would compile the sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers

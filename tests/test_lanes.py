@@ -7,8 +7,8 @@ import subprocess
 import sys
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest import lanes
@@ -61,22 +61,24 @@ def test_a_covering_set_is_small() -> None:
     assert len(covering(list(product(range(3), range(3))), 2)) == 9
 
 
-@pytest.mark.parametrize(
-    ("options", "lane", "passed"), [((), "fast", 3 + 4 + 1), (("--all",), "all", 9 + 8 + 2)]
-)
-def test_a_lane_runs_its_tests_and_reports_them(
-    tmp_path: Path, options: tuple[str, ...], lane: str, passed: int
-) -> None:
+def reported(folder: Path, *options: str) -> dict[str, Any]:
+    """What a run of the tests in a folder reports."""
+    command = [sys.executable, "-m", "pytest", "-q", "--report", "report.json", *options]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def test_a_lane_runs_its_tests_and_a_report_counts_them(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ("kvtest.lanes", "kvtest.report")\n')
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = --strict-markers\npythonpath = {HELPERS}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--report", "report.json", *options]
-    for runs in (1, 2):
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
-        report = json.loads((tmp_path / "report.json").read_text())
+    passed = {"fast": 3 + 4 + 1, "all": 9 + 8 + 2}
+    for lane, runs, options in (("fast", 1, ()), ("fast", 2, ("-n", "1")), ("all", 1, ("--all", "-n", "1"))):
+        report = reported(tmp_path, *options)
         assert report["lane"] == lane
-        assert report["counts"].get("passed") == runs * passed
+        assert report["counts"]["passed"] == runs * passed[lane]
         assert report["counts"].get("failed", 0) == 0
-        assert report["skips"] == ({"no reason": runs} if options else {})
-        assert len(report["slowest"]) == min(20, runs * (passed + bool(options)))
+        assert report["skips"] == ({"no reason": 1} if lane == "all" else {})
         assert report["seconds"] > 0
+        assert len(report["slowest"]) == min(20, runs * passed[lane] + len(report["skips"]))

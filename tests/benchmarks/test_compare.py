@@ -50,7 +50,7 @@ def test_numbers_of_two_checkouts_are_compared_by_name(tmp_path: Path) -> None:
         [*command, "--output", str(output), "measure.py", "--times", "7"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

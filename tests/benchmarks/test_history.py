@@ -18,7 +18,7 @@ pytestmark = pytest.mark.xdist_group("stack")
 def run(script: str, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, f"benchmarks/{script}", *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

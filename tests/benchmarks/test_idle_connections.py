@@ -42,7 +42,7 @@ def test_idle_connections_cost_what_they_should(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--count", str(COUNT), "--output", str(output)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     if "limit of open files" in done.stderr:

@@ -26,7 +26,7 @@ learning_curve.main()
 print(json.dumps({{"ends": ends, "last": [p for p in lines[512] if not math.isnan(p[1])][-1]}}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     totals, accuracy = [], 0.0

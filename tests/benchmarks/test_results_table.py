@@ -30,7 +30,7 @@ def table_of(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(ROOT / "benchmarks" / "results_table.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
 

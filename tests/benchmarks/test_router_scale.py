@@ -33,7 +33,7 @@ def test_costs_are_measured_by_workers_and_by_sessions(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def test_the_wire_benchmark_writes_both_sides_of_each_ratio(tmp_path: Path) -> N
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

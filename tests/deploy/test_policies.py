@@ -41,7 +41,7 @@ def run(*command: str | Path) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
         env={**variables, "LOG_LEVEL": "ERROR"},
     )

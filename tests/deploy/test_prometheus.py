@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def promtool(*arguments: str | Path) -> str:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([PROMTOOL, *map(str, arguments)], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("stack")
 
-QUIET_TIMEOUT_S = 30.0
+QUIET_TIMEOUT_S = 180.0
 LONGEST = 3000
 BODY = {"model": "demo", "prompt": "the red castle .", "logit_bias": {"6": -100}}
 
@@ -60,7 +60,7 @@ MOMENTS: dict[str, tuple[bytes, bytes | float]] = {
 
 
 def leave(address: tuple[str, int], sent: bytes, until: bytes | float, *, reset: bool) -> None:
-    with socket.create_connection(address, timeout=30) as connection:
+    with socket.create_connection(address, timeout=120) as connection:
         if reset:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(sent)
@@ -90,7 +90,7 @@ def test_connections_that_end_at_any_moment_log_no_error_and_leave_nothing(stack
     ):
         assert time.monotonic() < deadline_s, "a request of a client that left still has memory"
         time.sleep(0.1)
-    answer = httpx.post(f"{stack.base_url}/v1/completions", json={**BODY, "max_tokens": 4}, timeout=60)
+    answer = httpx.post(f"{stack.base_url}/v1/completions", json={**BODY, "max_tokens": 4}, timeout=240)
     assert answer.status_code == 200, answer.text
     cut = stack.router_metric("kvferry_request_failure_total", category="cancelled") - cut
     assert cut >= len(MOMENTS), "too few requests were cut"

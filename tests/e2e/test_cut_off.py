@@ -38,7 +38,7 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
     }
     endless = {"max_tokens": LONGEST, "logit_bias": {"6": -100}}
     with (
-        httpx.Client(base_url=stack.base_url, timeout=60) as client,
+        httpx.Client(base_url=stack.base_url, timeout=240) as client,
         client.stream(
             "POST", "/v1/chat/completions", json={**body, **endless, "messages": messages, "stream": True}
         ) as response,
@@ -65,7 +65,7 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
     reply = httpx.post(
         f"{stack.base_url}/v1/chat/completions",
         json={**body, "messages": [question], "session_mode": "append", "max_tokens": 8},
-        timeout=60,
+        timeout=240,
     )
     answer = reply.raise_for_status().json()
     assert answer["kv"]["reused_tokens"] == num_known

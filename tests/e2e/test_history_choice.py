@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.xdist_group("stack"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.xdist_group("stack")
 
 MAX_TOKENS = 8
 

@@ -67,7 +67,7 @@ def known_tokens(answer: dict[str, Any]) -> int:
 def wait_on_disk(stack: Any, session_id: str) -> None:
     """Wait until a turn is committed, and written."""
     stack.wait_kept(session_id)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 180
     while stack.prefill_metric("kvferry_history_waiting", tier="disk"):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -83,7 +83,6 @@ def kill_all(stack: Any) -> None:
     stack.process.wait(60)
 
 
-@pytest.mark.timeout(600)
 def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(
     start_stack: Callable[..., Any],
     make_document: Callable[..., Any],
@@ -126,7 +125,6 @@ def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(
         assert said(answer) == tokenizer.decode([token.token_id for token in tokens])
 
 
-@pytest.mark.timeout(600)
 def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent_until_redis_is_lost_too(
     start_stack: Callable[..., Any], redis_server: Any, make_document: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -82,7 +82,7 @@ async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:
         address = f"http://{stack.addresses['address']}"
         async with httpx.AsyncClient(base_url=address, timeout=120) as client:
             answers = {method: await answer(client, method) for method in METHODS}
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + 120
             while True:  # the router asks its workers now and then
                 kernels = (await client.get("/version")).json()["kernels"]
                 if str(kernels).count("quarantined") == 3 or time.monotonic() > deadline_s:
@@ -92,7 +92,6 @@ async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:
         await stack.close()
 
 
-@pytest.mark.timeout(300)
 def test_answers_are_the_oracle_s_and_the_version_names_each_quarantine(
     demo_model_dir: Path, faults: None, interpreter: None
 ) -> None:

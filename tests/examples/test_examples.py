@@ -36,7 +36,7 @@ def run(name: str, url: str) -> str:
         env={**os.environ, "KVFERRY_URL": url, "KVFERRY_API_KEY": "examples"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_it_runs_with_a_model_that_has_tools(tool_model: str, name: str) -> None
 
 def test_the_notebook_runs() -> None:
     notebook: Any = nbformat.read(EXAMPLES / "compression.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3").execute()
     texts = [its.get("text", "") for cell in notebook.cells for its in cell.get("outputs", ())]
     assert "snapkv" in "".join(texts)
 

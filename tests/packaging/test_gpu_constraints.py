@@ -75,7 +75,6 @@ def test_the_tested_triton_is_that_of_the_image() -> None:
     assert pins("constraints.txt")["triton"] == pins("constraints-gpu.txt")["triton"]
 
 
-@pytest.mark.timeout(300)
 def test_pip_finds_the_image_s_packages_consistent(tmp_path: Path) -> None:
     required = subprocess.run(
         [sys.executable, "-P", "docker/requirements.py", "gpu"],

@@ -86,7 +86,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             env=clean, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + 180
+        deadline_s = time.monotonic() + 300
         while not (folder / "ready").exists():
             assert process.poll() is None, (folder / "output").read_text()
             assert time.monotonic() < deadline_s, (folder / "output").read_text()
@@ -107,7 +107,7 @@ def run(command: list[str], given: str = "") -> str:
         input=given,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
         env=clean,
         cwd=REPOSITORY,

@@ -52,7 +52,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def release(clone: Path, version: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/release.py", version, "--output", "../dist"]
-    return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=800)
 
 
 def tested(clone: Path, **changed: object) -> None:

@@ -66,7 +66,7 @@ def test_modules_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=True,
     )
     path, module = done.stdout.splitlines()
@@ -86,7 +86,7 @@ def test_tools_are_commands_of_the_installed_wheel(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=True,
     )
     assert f"kvferry {' '.join(command)}" in done.stdout

@@ -77,8 +77,11 @@ async def test_latent_rows_are_shipped_returned_and_stored_once(pair: Pair) -> N
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
-        *((name, {}) for name in ("full", "snapkv", "rocketkv", "quest", "h2o", "d2o", "compactor", "adakv")),
-        *((name, {}) for name in ("kivi", "snapkv-kivi", "rocketkv-d2o")),
+        *((name, {}) for name in ("full", "rocketkv", "compactor", "adakv", "kivi")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.full)
+            for name in ("snapkv", "quest", "h2o", "d2o", "snapkv-kivi", "rocketkv-d2o")
+        ),
         ("full", {"wire_bits": 8}),
         ("snapkv", {"wire_bits": 4}),
         ("snapkv", {"rebudget_tokens": 16, "window": 8}),

@@ -84,6 +84,7 @@ async def turns_of(
         return dict(zip(methods, await asyncio.gather(*map(two_turns, methods)), strict=True))
 
 
+@pytest.mark.covering(1)
 @of_role(DECODE_RANK, "demo", "four heads", "sinks")
 @pytest.mark.parametrize("straight", [False, True], ids=["through the first", "straight"])
 async def test_the_tokens_of_decode_are_those_of_one_rank_over_a_session(

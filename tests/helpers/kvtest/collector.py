@@ -37,9 +37,9 @@ class Collector(rpc.TraceServiceServicer):
             return [(service, span) for service, span in self.spans if trace_id in ("", span.trace_id.hex())]
 
     def wait_for(self, trace_id: str, count: int) -> list[tuple[str, Any]]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(found := self.of(trace_id)) < count and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.02)
         return found
 
     def close(self) -> None:

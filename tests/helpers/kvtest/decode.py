@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.shared import heartbeat
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
@@ -253,7 +255,17 @@ def make_request(
 class Harness:
     """A decode service and its prefill side in one process."""
 
-    def __init__(self, *, model=None, prefill_model=None, hub=None, rank_transport=None, **config):
+    def __init__(
+        self,
+        *,
+        model=None,
+        prefill_model=None,
+        hub=None,
+        rank_transport=None,
+        clock=time.monotonic,
+        sweep_interval_s=0.02,
+        **config,
+    ):
         self.hub = hub or InProcessHub()
         self.model = model or SmallModel()
         self.metrics = DecodeMetrics()
@@ -268,7 +280,8 @@ class Harness:
             metrics=self.metrics,
             server_factory=self.hub.server,
             sender=self.sender,
-            sweep_interval_s=0.02,
+            clock=clock,
+            sweep_interval_s=sweep_interval_s,
             rank_transport=rank_transport,
         )
 
@@ -298,7 +311,7 @@ class Harness:
         first, events = await self.run(request, **changes)
         return [first.token_id, *(e.token.token_id for e in events if hasattr(e, "token"))]
 
-    async def arena_is_free(self, *, within_s=1.0):
+    async def arena_is_free(self, *, within_s=30.0):
         """Whether every byte comes back in time."""
         arena = self.service.arena
         deadline_s = asyncio.get_running_loop().time() + within_s
@@ -306,6 +319,14 @@ class Harness:
             await asyncio.sleep(0.01)
         arena.check_integrity()
         return arena.free_bytes == arena.size_bytes
+
+
+async def eventually(condition, within_s=60.0):
+    """Wait until a condition holds."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        await asyncio.sleep(0.01)
 
 
 def serialise_prefill(made):
@@ -317,6 +338,12 @@ def serialise_prefill(made):
             return ship(*args, **kwargs)
 
     made.shipper.ship = ship_one
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_wedged(monkeypatch):
+    """An engine that a test stops is not given up, however long the test takes on a slow machine."""
+    monkeypatch.setattr(heartbeat, "STALL_S", 600.0)
 
 
 @pytest.fixture

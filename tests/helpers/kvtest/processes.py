@@ -27,9 +27,10 @@ class Process:
 
     popen: subprocess.Popen[bytes] | Forked
     addresses: dict[str, str]
+    log: Path
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"http://{self.addresses['metrics']}/metrics", timeout=10).raise_for_status().text
+        text = httpx.get(f"http://{self.addresses['metrics']}/metrics", timeout=60).raise_for_status().text
         families = text_string_to_metric_families(text)
         return sum(sample.value for its in families for sample in its.samples if sample.name == name)
 
@@ -44,11 +45,17 @@ class Process:
 
 @contextmanager
 def started(
-    folder: Path, name: str, *options: str, environment: Path | None = None
+    folder: Path,
+    name: str,
+    *options: str,
+    environment: Path | None = None,
+    main: Callable[[], None] = main,
 ) -> Iterator[Callable[[], Process]]:
     """Start `kvferry ROLE`; gives what waits until it listens.
 
-    Args: environment: the folder of another one, that has a wheel; None: this one's.
+    Args:
+        environment: the folder of another one, that has a wheel; None: this one's.
+        main: what runs in this one's processes.
     """
     ready, log = folder / f"{name}.json", folder / f"{name}.log"
     arguments = [name.split("-")[0], "--ready-file", str(ready), *options]
@@ -68,7 +75,7 @@ def started(
             assert popen.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline_s, log.read_text()[-4000:]
             time.sleep(0.05)
-        return Process(popen, json.loads(ready.read_text()))
+        return Process(popen, json.loads(ready.read_text()), log)
 
     try:
         yield wait

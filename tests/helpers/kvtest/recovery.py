@@ -30,7 +30,7 @@ def stream_tokens(base_url: str, body: dict[str, Any], on_token: Callable[[int],
 
 def wait_until_served(base_url: str, body: dict[str, Any]) -> None:
     """Ask as a client does that honours Retry-After, until the worker has been started again."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while (response := httpx.post(f"{base_url}/v1/completions", json=body, timeout=60)).status_code != 200:
         assert response.status_code == 503, response.text
         assert time.monotonic() < deadline, response.text

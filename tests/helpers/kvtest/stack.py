@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,16 @@ from kvferry.services.launcher.cli import main
 from kvferry.shared.certs import Certs
 from kvtest.forked import Forked
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 180.0
+
+
+def until(condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait until a condition holds; fails where it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,7 @@ class Stack:
 
 def _sample(url: str, name: str, labels: dict[str, str], tls: ssl.SSLContext | None = None) -> float:
     """Sum of the samples of this name whose labels include these."""
-    text = httpx.get(url, timeout=10, verify=tls or True).raise_for_status().text
+    text = httpx.get(url, timeout=60, verify=tls or True).raise_for_status().text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtest.decode import harness as harness
+from kvtest.decode import no_engine_is_wedged as no_engine_is_wedged
 from kvtest.decode import prompt_cache as prompt_cache
 from kvtest.decode import request_of as request_of
 from kvtest.decode import shipper as shipper

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from kvtest.clock import Clock
 
 from kvferry.shared.control.messages import (
     TokenGenerated,
@@ -115,26 +116,44 @@ async def test_a_reservation_that_nothing_ships_to_expires_by_name(harness, requ
 async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked(
     harness, request_of, ticket_of, prompt_cache
 ):
-    made = await harness(lease_s=2.0)
+    clock = Clock()
+    made = await harness(lease_s=2.0, clock=clock)
     request = request_of()
     stream, ticket = await ticket_of(made.service, request)
     cache = prompt_cache(made.shipper.model, request)
     transfer = made.shipper.open(request, ticket)
     made.shipper.send(transfer, cache, last=1)
-    deadline_s = time.monotonic() + 20
+    while not made.service.arena.bytes_by_state()["in_transfer"]:
+        await asyncio.sleep(0.01)
+    clock.turn(2.0)
+    deadline_s = time.monotonic() + 60
     while made.service.arena.free_bytes != made.service.arena.size_bytes:
         assert time.monotonic() < deadline_s
-        time.sleep(0.05)  # nothing runs on the loop; the sweeper has a clock of its own
+        time.sleep(0.02)  # nothing runs on the loop; the sweeper has a thread of its own
     with pytest.raises(LeaseExpired, match="in_transfer"):
         await anext(stream)
     transfer.abort("test is over")
 
 
 async def test_a_running_sequence_outlives_its_lease(harness, request_of):
-    made = await harness(lease_s=1.5)
-    slept = threading.Event()
-    made.model.before_step = lambda token_ids: slept.wait(0.3)
-    assert len(await made.tokens(request_of(max_tokens=8))) == 8
+    clock, sweeps = Clock(), threading.Semaphore(0)
+    made = await harness(lease_s=2.0, clock=clock)
+    expire = made.service._reservations.expire
+
+    def counted(*args):
+        expire(*args)
+        sweeps.release()
+
+    def outlive(token_ids):
+        clock.turn(2.0)
+        while sweeps.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the second one began after the lease had ended
+            assert sweeps.acquire(timeout=60)
+
+    made.service._reservations.expire = counted
+    made.model.before_step = outlive
+    assert len(await made.tokens(request_of(max_tokens=4))) == 4
     assert made.value("leases_expired_total") == 0
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 from kvtest.decode import MIXED, Harness, PromptCache, make_request, named, serialise_prefill
+from kvtest.lanes import some
 from kvtest.parallel import in_ranks, same_or_tied
 
 from kvferry.models import DEMO_MODEL
@@ -89,7 +90,9 @@ async def answer(made, request):
     return [first, *(its.token for its in events if isinstance(its, TokenGenerated))], finished
 
 
-@pytest.mark.parametrize("arena_bytes", [ARENA_BYTES, 1_000_000], ids=["growth", "growth and preemption"])
+@pytest.mark.parametrize(
+    "arena_bytes", some([ARENA_BYTES, 1_000_000], 1_000_000), ids=["growth", "growth and preemption"]
+)
 async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_one_rank(
     one, several, straight, monkeypatch, arena_bytes
 ):

@@ -7,7 +7,10 @@ import threading
 import time
 
 import pytest
+from kvtest.clock import Clock
+from kvtest.decode import eventually
 
+from kvferry.shared import heartbeat
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 
 
@@ -28,63 +31,69 @@ async def test_a_worker_whose_steps_all_fail_is_not_ready_until_one_succeeds(har
 
 
 async def test_a_worker_whose_engine_is_stuck_is_not_ready(harness, request_of):
-    made = await harness(heartbeat_timeout_s=0.6)
+    clock = Clock()
+    made = await harness(clock=clock, heartbeat_timeout_s=10.0)
     stuck, release = threading.Event(), threading.Event()
 
     def block(token_ids):
         stuck.set()
-        release.wait(20)
+        release.wait(60)
 
     assert (await made.service.status(timeout_s=1)).ready
-    await asyncio.sleep(1.0)
-    assert (await made.service.status(timeout_s=1)).ready  # idle is not stuck
+    for _ in range(3):
+        clock.turn(11.0)
+        await eventually(lambda: made.service.is_ready)  # idle is not stuck
     made.model.before_step = block
     task = asyncio.create_task(made.tokens(request_of()))
-    await asyncio.to_thread(stuck.wait, 20)
-    await asyncio.sleep(0.7)
+    await asyncio.to_thread(stuck.wait, 60)
+    assert (await made.service.status(timeout_s=1)).ready
+    clock.turn(11.0)
     assert not (await made.service.status(timeout_s=1)).ready
     release.set()
     assert len(await task) == 8
 
 
-@pytest.fixture
-def short_stall(monkeypatch):
-    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
-
-
-@pytest.mark.usefixtures("short_stall")
 async def test_a_wedged_engine_gives_up_its_requests_and_frees_them_when_it_goes_on(harness, request_of):
-    made = await harness()
+    clock = Clock()
+    made = await harness(clock=clock, heartbeat_timeout_s=1e6)
     stuck, release = threading.Event(), threading.Event()
 
     def block(token_ids):
         stuck.set()
-        release.wait(20)
+        release.wait(60)
 
     made.model.before_step = block
     running = asyncio.create_task(made.tokens(request_of()))
-    await asyncio.to_thread(stuck.wait, 20)
+    await asyncio.to_thread(stuck.wait, 60)
+    clock.turn(heartbeat.FRESH_S)
+    await eventually(lambda: made.service._engine.heartbeat.mark is not None)
+    assert made.service.is_ready
+    while not running.done():
+        clock.turn(heartbeat.STALL_S)
+        await asyncio.sleep(0.02)
     with pytest.raises(WorkerUnavailable, match="no progress") as given_up:
-        await asyncio.wait_for(running, 5)
+        await running
     assert given_up.value.reason == "wedged"
     assert not made.service.is_ready
     release.set()
     assert await made.arena_is_free()
     made.model.before_step = lambda token_ids: None
     assert len(await made.tokens(request_of())) == 8
-    await asyncio.sleep(0.2)  # the sweeper's next look
-    assert made.service.is_ready
+    await eventually(lambda: made.service.is_ready)  # at the sweeper's next look
 
 
-@pytest.mark.usefixtures("short_stall")
 async def test_a_busy_engine_is_not_wedged_however_long_its_step_takes(harness, request_of):
-    made = await harness()
+    clock = Clock()
+    made = await harness(clock=clock, heartbeat_timeout_s=1e6, sweep_interval_s=600.0)
     seen = []
 
     def compute(token_ids):
-        until_s = time.thread_time() + 1.0
-        while time.thread_time() < until_s:
-            sum(range(1000))
+        for _ in range(3):
+            clock.turn(2 * heartbeat.STALL_S)
+            until_s = time.thread_time() + 0.01
+            while time.thread_time() < until_s:
+                sum(range(1000))
+            made.service._give_up_if_wedged()  # as the sweeper does
         seen.append(made.service.is_ready)
 
     made.model.before_step = compute

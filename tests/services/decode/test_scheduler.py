@@ -47,7 +47,7 @@ async def test_small_requests_do_not_overtake_a_large_one():
     held = await scheduler.reserve(320, owner="a", timeout_s=30)
     large = await start(scheduler, 640, "large")
     small = await start(scheduler, 64, "small")
-    await asyncio.sleep(0.05)
+    assert scheduler.num_waiting == 2
     assert not small.done()
     scheduler.release(held)
     scheduler.release(await asyncio.wait_for(large, 10))

@@ -31,7 +31,7 @@ async def test_a_mixed_batch_gives_each_request_what_it_gets_alone(
     requests = [request_of(request_id=str(i), **case) for i, case in enumerate(MIXED)]
     made = await harness(max_batch_size=max_batch_size)
     sizes = []
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=250)
 
     def hold_first_step(token_ids):
         if not sizes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 
 import pytest
+from kvtest.clock import Clock
 from kvtest.decode import MIXED, PromptCache, SmallModel
 
 from kvferry.shared.control.messages import GenerationFinished, SharedStart, TicketIssued, TokenGenerated
@@ -92,8 +94,9 @@ async def test_a_sibling_outlives_the_first_and_a_cancelled_one_harms_nobody(har
 
 
 async def test_a_sibling_without_room_is_refused_and_leaves_nothing(harness, request_of, ticket_of):
-    # far shorter than the first answer takes, whose end makes room
     made = await harness(arena_bytes=1 << 15, admission_wait_s=0.001)
+    refused = threading.Event()
+    made.model.before_step = lambda token_ids: refused.wait(60)  # the first answer's end makes room
     request = request_of(range(5, 45), max_tokens=60)
     first = leading(request, 3)
     async with arrived(made, first, ticket_of) as stream:
@@ -101,6 +104,7 @@ async def test_a_sibling_without_room_is_refused_and_leaves_nothing(harness, req
         others = [made.service.generate(its, timeout_s=30) for its in requests]
         tickets = await asyncio.gather(*map(anext, others), return_exceptions=True)
         assert any(isinstance(its, CapacityExceeded) for its in tickets), tickets
+        refused.set()
         for other in others:
             await other.aclose()
         assert len([event async for event in stream]) == 60
@@ -126,7 +130,8 @@ async def test_a_prompt_is_shared_as_often_as_was_announced_and_only_once_it_is_
 
 
 async def test_a_prompt_is_forgotten_with_its_request_or_its_lease(harness, request_of, ticket_of):
-    made = await harness(lease_s=0.3)
+    clock = Clock()
+    made = await harness(lease_s=10.0, clock=clock)
     first = leading(request_of(max_tokens=200), 1)
     async with arrived(made, first, ticket_of):
         pass
@@ -134,6 +139,8 @@ async def test_a_prompt_is_forgotten_with_its_request_or_its_lease(harness, requ
         await drawn(made.service, sharing(first, 1, first))
     first = leading(request_of(max_tokens=3, request_id="another"), 1)
     await alone(made, first)
+    assert made.service._prompts.entries
+    clock.turn(10.0)
     while made.service._prompts.entries:
         await asyncio.sleep(0.01)
     with pytest.raises(LeaseExpired, match="to share"):

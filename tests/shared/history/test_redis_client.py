@@ -123,7 +123,7 @@ async def test_a_master_found_by_sentinel(redis_server: Any) -> None:
 def test_a_dead_server_is_left_alone_and_taken_back_when_it_returns(redis_server: Any) -> None:
     now_s = [100.0]
     breaker = CircuitBreaker(max_failures=2, open_s=5, clock=lambda: now_s[0])
-    link = RedisLink(RedisOptions(url=redis_server.url, backoff_s=0.001), breaker=breaker)
+    link = RedisLink(RedisOptions(url=redis_server.url, timeout_s=20, backoff_s=0.001), breaker=breaker)
     calls = []
 
     def get(client: Any) -> Any:

@@ -58,7 +58,7 @@ def test_a_turn_survives_and_the_history_recovers(
     said = tokens(30)
     make_worker().turn(A, said)
     # a worker that has the session in Redis alone
-    worker = make_worker(timeout_s=0.3 if fault == "paused" else 20.0)
+    worker = make_worker(timeout_s=1.0 if fault == "paused" else 20.0)
     prompt = (*said, 1, 2)
 
     def at(name: str) -> None:

@@ -30,7 +30,7 @@ from kvtest.ports import free_port
 from kvtest.redis_server import RedisServer
 
 START_TIMEOUT_S = 180.0
-QUIET_TIMEOUT_S = 30.0
+QUIET_TIMEOUT_S = 60.0
 _REDIS_OPTIONS = (
     *("--maxmemory-policy", "volatile-lru", "--maxmemory", "256mb"),
     *("--appendonly", "yes", "--appendfsync", "always"),
