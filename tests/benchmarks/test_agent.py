@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 NUM_TURNS = 6
@@ -36,12 +35,8 @@ def test_the_committed_twenty_turns_are_within_the_goals() -> None:
 @pytest.mark.full
 def test_six_turns_ship_and_prefill_what_is_new(tmp_path: Path) -> None:
     output = tmp_path / "agent.json"
-    options = ("--turns", str(NUM_TURNS), "--plans", "rocketkv:1024", "--output", str(output))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/agent.py", *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    options = ("--turns", str(NUM_TURNS), "--plans", "rocketkv:1024", "--output", output)
+    run_benchmark("agent.py", *options)
     figures = json.loads(output.read_text())["plans"]["rocketkv:1024"]
     for its in figures.values():
         assert its["shipped_bytes"] == pytest.approx(

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.xdist_group("stack")
 
 
-def run(script: str, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.full
 def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server: Any) -> None:
     output = tmp_path / "history.json"
-    options = ("--tokens", "600", "--repeats", "1", "--redis", redis_server.url, "--output", str(output))
-    printed = run("history.py", *options)
+    options = ("--tokens", "600", "--repeats", "1", "--redis", redis_server.url, "--output", output)
+    printed = run_benchmark("history.py", *options)
     figures = json.loads(output.read_text())
     assert figures["reused_tokens"]["memory"] == figures["reused_tokens"]["redis"]
     assert figures["reused_tokens"]["memory"][0] > 550
@@ -42,7 +32,7 @@ def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server
 @pytest.mark.full
 def test_precision_is_measured_in_bytes_and_answers(tmp_path: Path) -> None:
     output = tmp_path / "precision.json"
-    run("history_precision.py", "--tokens", "300", "--examples", "2", "--output", str(output))
+    run_benchmark("history_precision.py", "--tokens", "300", "--examples", "2", "--output", output)
     results = json.loads(output.read_text())["results"]
     assert list(results) == ["model", "16", "8", "4"]
     sizes = [row["bytes_per_token"] for row in results.values()]

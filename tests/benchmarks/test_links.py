@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,15 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 def test_the_link_study_measures_slow_links_and_models_fast_ones(tmp_path: Path) -> None:
     options = ("--gbits", "1", "400", "--tokens", "2048", "--cell-s", "0.1", "--output", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/links.py", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_benchmark("links.py", *options)
     result = json.loads((tmp_path / "links.json").read_text())
     slow, fast = result["cells"]
     assert (slow["how"], fast["how"]) == ("part", "modelled")
@@ -35,7 +26,7 @@ def test_the_link_study_measures_slow_links_and_models_fast_ones(tmp_path: Path)
     assert 0.7 * on_link_s < full["second_token_s"] < 4 * on_link_s  # a busy machine is slower than the link
     assert slow["methods"][slow["best"]]["last_token_s"] < slow["methods"]["full"]["last_token_s"]
     for cell in result["cells"]:
-        assert f"{cell['gbits']:g} Gbit/s, 2048 tokens, {cell['how']}" in done.stdout
+        assert f"{cell['gbits']:g} Gbit/s, 2048 tokens, {cell['how']}" in printed
         assert cell["planned_over_best"] >= 1 or cell["best"] == "full"
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +27,7 @@ def test_costs_are_measured_by_workers_and_by_sessions(tmp_path: Path) -> None:
         "--stream-tokens",
         "10",
     )
-    done = subprocess.run(
-        [sys.executable, "benchmarks/router_scale.py", *options, "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run_benchmark("router_scale.py", *options, "--output", output)
     result = json.loads(output.read_text())
     assert result["workers"]["2"]["request_cpu_ms"] > 0
     assert result["workers"]["2"]["redis_cpu_ms"] == 0
@@ -44,7 +35,7 @@ def test_costs_are_measured_by_workers_and_by_sessions(tmp_path: Path) -> None:
     for figures in result["streams"]["medians"].values():
         assert figures["gap_ms"] > 40
         assert figures["cpu_ms_per_token"] > 0
-    assert "64 streams: a token adds" in done.stdout
+    assert "64 streams: a token adds" in printed
 
 
 def test_committed_costs_do_not_grow() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 from kvtest.router import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -116,16 +116,7 @@ async def test_a_real_cluster_of_two_routers_is_measured_and_simulated(tmp_path:
     from scale_simulation import check_cluster
 
     output = tmp_path / "real.json"
-    command = [sys.executable, "benchmarks/real_cluster.py", "--clusters", "2x2", "--measured-s", "6"]
-    done = subprocess.run(
-        [*command, "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_benchmark("real_cluster.py", "--clusters", "2x2", "--measured-s", "6", "--output", output)
     (run,) = json.loads(output.read_text())["runs"]
     assert len(run["first_token_s"]) == len(run["per_token_s"]) == run["turns"] > 3
     assert min(run["first_token_s"]) > 0.5  # what prefill takes at least

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "short-prompts" / "demo.json"
@@ -18,17 +17,13 @@ pytestmark = pytest.mark.xdist_group("stack")
 @pytest.mark.full
 def test_trips_and_batches_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "short.json"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/short_prompts.py", "--repeats", "1", "--output", str(output)],
-        cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    printed = run_benchmark("short_prompts.py", "--repeats", "1", "--output", output)
     figures = json.loads(output.read_text())
     for row in figures["trips"].values():
         apart, together = row["processes"], row["in_process"]
         assert row["trip_ms"] == pytest.approx(apart["first_ms"] - together["first_ms"])
         assert 0 < apart["prefill_ms"] < apart["first_ms"]
-        assert f"{row['prompt_tokens']:>4} tokens: first {apart['first_ms']:.1f} ms" in done.stdout
+        assert f"{row['prompt_tokens']:>4} tokens: first {apart['first_ms']:.1f} ms" in printed
     for row in figures["batches"].values():
         assert all(ratio > 0 for ratio in row["time_over_alone"].values())
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.benchmarks import run_benchmark
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "walk.py"
 _spec = importlib.util.spec_from_file_location("walk", SCRIPT)
@@ -25,17 +25,10 @@ pytestmark = pytest.mark.xdist_group("walk")
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("walk") / "walk.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--requests", "3", "--output", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_benchmark("walk.py", "--requests", "3", "--output", output)
     found: dict[str, Any] = json.loads(output.read_text())
     for method, counted in found["methods"].items():
-        assert f"{method}: {counted['files']} files, {counted['calls']} calls" in done.stdout
+        assert f"{method}: {counted['files']} files, {counted['calls']} calls" in printed
     return found
 
 

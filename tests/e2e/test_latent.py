@@ -68,6 +68,6 @@ def test_turns_before_and_after_a_restart_equal_the_oracle(
                 assert answer["kv"]["full_bytes"] == len(prompt) * TOKEN_BYTES
                 assert answer["kv"]["shipped_bytes"] < 48 * (TOKEN_BYTES + 16) + 4000
                 prompt = [*prompt, *expected, *range(300, 320)]
-            stored = httpx.get(f"{stack.base_url}/v1/sessions/s").json()
+            stored = stack.wait_kept("s")
             assert stored["history_bytes"] == (len(prompt) - 21) * TOKEN_BYTES
     assert answer["kv"]["reused_tokens"] == 200 + 2 * 36 - 21

@@ -51,6 +51,7 @@ def requirement(metadata: dict[str, Any], name: str) -> str:
     return str(found)
 
 
+@pytest.mark.full
 def test_torch_pins_the_triton_and_the_cuda_of_the_constraints_and_the_base(tmp_path: Path) -> None:
     wanted = pins("constraints-gpu.txt")
     done, report = dry_run(tmp_path, "--no-deps", f"torch=={wanted['torch']}")
@@ -75,6 +76,7 @@ def test_the_tested_triton_is_that_of_the_image() -> None:
     assert pins("constraints.txt")["triton"] == pins("constraints-gpu.txt")["triton"]
 
 
+@pytest.mark.full
 def test_pip_finds_the_image_s_packages_consistent(tmp_path: Path) -> None:
     required = subprocess.run(
         [sys.executable, "-P", "docker/requirements.py", "gpu"],

@@ -133,4 +133,5 @@ def test_a_release_is_one_command(clone: Path) -> None:
     ]
     with zipfile.ZipFile(dist / "kvferry-0.2.0-py3-none-any.whl") as wheel:
         assert "Version: 0.2.0" in wheel.read("kvferry-0.2.0.dist-info/METADATA").decode()
+    tested(clone)
     assert "no entries" in release(clone, "0.3.0").stderr

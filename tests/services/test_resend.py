@@ -72,7 +72,7 @@ class Stack:
             sender=self.hub.sender(buffer_bytes=buffer_bytes, timeout_s=WAIT_S),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
-            config=PrefillConfig(transfer_timeout_s=5.0),
+            config=PrefillConfig(transfer_timeout_s=WAIT_S),
             clock=time.monotonic,
         )
         tokenizer = ChatTokenizer.load(folder)

@@ -15,7 +15,6 @@ import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PartedTransfer
-from kvferry.shared import heartbeat
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
@@ -338,12 +337,6 @@ def serialise_prefill(made):
             return ship(*args, **kwargs)
 
     made.shipper.ship = ship_one
-
-
-@pytest.fixture(autouse=True)
-def no_engine_is_wedged(monkeypatch):
-    """An engine that a test stops is not given up, however long the test takes on a slow machine."""
-    monkeypatch.setattr(heartbeat, "STALL_S", 600.0)
 
 
 @pytest.fixture

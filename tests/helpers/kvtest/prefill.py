@@ -46,6 +46,7 @@ from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
+from kvtest.clock import Clock
 
 WAIT_S = 60.0
 DTYPES = {**TORCH_DTYPES, "int32": torch.int32, "int16": torch.int16, "uint8": torch.uint8}
@@ -60,7 +61,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 class RecordingSink:
-    """A decode worker's sink that keeps every byte. `refuse` is raised on open; `gate` holds up commits."""
+    """A decode worker's sink that keeps every byte. `refuse` is raised on open, whose times `num_refused`
+    counts; `gate` holds up commits, of which `is_committing` tells."""
 
     def __init__(self) -> None:
         self.manifests: list[Manifest] = []
@@ -68,12 +70,15 @@ class RecordingSink:
         self.ends: dict[TransferKey, EndRecord] = {}
         self.aborted: list[TransferKey] = []
         self.refuse: Exception | None = None
+        self.num_refused = 0
+        self.is_committing = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
         self._bytes: dict[tuple[TransferKey, int, str], bytearray] = {}
 
     def open(self, manifest: Manifest) -> None:
         if self.refuse is not None:
+            self.num_refused += 1
             raise self.refuse
         self.manifests.append(manifest)
         self.layers[manifest.key] = []
@@ -94,6 +99,7 @@ class RecordingSink:
         assert len(buffer) <= header.tensor_bytes == size_bytes
 
     def commit(self, end: EndRecord) -> None:
+        self.is_committing.set()
         assert self.gate.wait(WAIT_S)
         self.ends[end.key] = end
 
@@ -284,15 +290,23 @@ def prefill_options() -> dict[str, object]:
     return {}
 
 
+@pytest.fixture
+def prefill_clock() -> Clock:
+    """The service's clock, which also runs by itself; overridden by tests that need one that does not."""
+    return Clock(time.monotonic)
+
+
 @pytest_asyncio.fixture
-async def harness(demo_model: LanguageModel, prefill_options: dict[str, object]) -> AsyncIterator[Harness]:
+async def harness(
+    demo_model: LanguageModel, prefill_options: dict[str, object], prefill_clock: Clock
+) -> AsyncIterator[Harness]:
     config = PrefillConfig(**prefill_options)  # type: ignore[arg-type]
     model = ControlledModel(demo_model)
     store = HistoryStore(
         max_bytes=config.history_bytes or 1 << 30,
         num_layers=len(model.spec.row_layers),
         turn_lease_s=config.turn_lease_s,
-        clock=time.monotonic,
+        clock=prefill_clock,
     )
     metrics = PrefillMetrics()
     hub = InProcessHub()
@@ -309,7 +323,7 @@ async def harness(demo_model: LanguageModel, prefill_options: dict[str, object])
         server_factory=hub.server,
         metrics=metrics,
         config=config,
-        clock=time.monotonic,
+        clock=prefill_clock,
     )
     await service.start()
     try:

@@ -1,9 +1,9 @@
-"""The fixtures of `kvtest.decode` and `kvtest.steps`."""
+"""The fixtures of `kvtest.decode`, `kvtest.clock` and `kvtest.steps`."""
 
 from __future__ import annotations
 
+from kvtest.clock import no_engine_is_wedged as no_engine_is_wedged
 from kvtest.decode import harness as harness
-from kvtest.decode import no_engine_is_wedged as no_engine_is_wedged
 from kvtest.decode import prompt_cache as prompt_cache
 from kvtest.decode import request_of as request_of
 from kvtest.decode import shipper as shipper

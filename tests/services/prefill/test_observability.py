@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kvtest.clock import Clock
 from torch import Tensor
 
+from kvferry.shared import heartbeat
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
 from kvferry.shared.errors import TransferFailed, WorkerUnavailable
-from kvferry.shared.wire.messages import PROTOCOL_VERSION
+from kvferry.shared.wire.messages import PROTOCOL_VERSION, BlockHeader
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -120,57 +123,73 @@ async def test_status_names_the_worker_and_is_ready_once_the_engine_has_worked(h
     assert (status.running, status.waiting) == (0, 0)
 
 
-@pytest.fixture
-def short_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.services.prefill.engine._READY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("kvferry.services.prefill.engine._PROBE_INTERVAL_S", 0.05)
-
-
 async def test_a_wedged_engine_gives_up_its_requests(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
+    monkeypatch.setattr("kvferry.services.prefill.service._SWEEP_INTERVAL_S", 0.05)
     harness.model.hold.clear()
     running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
     await harness.eventually(harness.model.entered.is_set)
     waiting = asyncio.create_task(harness.run(harness.request(make_prompt(30))))
+    await asyncio.sleep(0)
+    while not (running.done() and waiting.done()):
+        prefill_clock.turn(heartbeat.STALL_S)
+        await asyncio.sleep(0.05)
     for task in (running, waiting):
         with pytest.raises(WorkerUnavailable, match="no progress"):
-            await asyncio.wait_for(task, 10)
+            await task
     assert not harness.service.is_ready
     harness.model.hold.set()
+    await harness.eventually(lambda: not harness.service._is_wedged)  # until then it gives up what comes
     await harness.run(harness.request(make_prompt(20)))
     await harness.eventually(lambda: harness.service.is_ready)
 
 
 @pytest.mark.parametrize("prefill_options", [{"buffer_bytes": 4096}])
 async def test_a_prompt_that_waits_for_room_in_the_send_buffer_is_not_wedged(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.shared.heartbeat.STALL_S", 0.4)
-    harness.sink.gate.clear()  # decode takes nothing
-    running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await asyncio.sleep(3.0)
-    assert harness.service.is_ready
-    harness.sink.gate.set()
+    monkeypatch.setattr(heartbeat, "STALL_S", 1.0)
+    engine, write, taken = harness.service._engine, harness.sink.write, threading.Event()
+
+    def write_late(header: BlockHeader, payload: memoryview) -> None:
+        assert taken.wait(60)
+        write(header, payload)
+
+    monkeypatch.setattr(harness.sink, "write", write_late)
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(200))))
+    await harness.eventually(harness.model.entered.is_set)
+    seen: list[tuple[bool, float]] = []
+    while seen[-20:] != [(True, engine.heartbeat.last_s)] * 20:  # until it waits and makes no progress
+        seen.append((engine.heartbeat.waits, engine.heartbeat.last_s))
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    assert engine._schedule.started, "it is in mid-pass"
+    for _ in range(5):
+        prefill_clock.turn(heartbeat.STALL_S)
+        harness.service._give_up_if_wedged()  # as the sweeper does
+        assert harness.service.is_ready
+    taken.set()
     await running
 
 
-@pytest.mark.usefixtures("short_readiness")
-async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(harness: Harness) -> None:
+async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(
+    harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.services.prefill.engine._READY_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("kvferry.services.prefill.engine._PROBE_INTERVAL_S", 0.05)
+
     async def ready() -> bool:
         return (await harness.service.status(timeout_s=1)).ready
 
     harness.model.hold.clear()
     task = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
     await harness.eventually(harness.model.entered.is_set)
-    await asyncio.sleep(0.4)
+    prefill_clock.turn(11.0)
     assert not await ready()
     harness.model.hold.set()
     await task
-    # Idle, its own probes keep it ready.
-    for _ in range(600):
-        if await ready():
-            break
-        await asyncio.sleep(0.05)
     assert await ready()
+    for _ in range(3):  # idle, its own probes keep it ready
+        prefill_clock.turn(11.0)
+        await harness.eventually(lambda: harness.service.is_ready)

@@ -141,7 +141,7 @@ def key_of(request: PrefillRequest, first_head: int = 0) -> TransferKey:
     return part_key(TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation), first_head)
 
 
-async def until(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s
@@ -243,13 +243,17 @@ async def test_one_ranks_part_that_is_refused_fails_the_prompt_by_name_and_ends_
 ) -> None:
     async with started(several) as made:
         made.ranks[rank].sink.refuse = TransferFailed("there is no room", reason="no_room")
-        # the pass goes on when the refusal is there
-        made.model.on_layer = lambda layer, keys: time.sleep(0.3 if layer == 1 else 0)
-        begin_s = time.monotonic()
+
+        def go_on_when_it_is_refused(layer: int, keys: Tensor) -> None:
+            deadline_s = time.monotonic() + 60
+            while layer == 1 and not made.ranks[rank].sink.num_refused:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+
+        made.model.on_layer = go_on_when_it_is_refused
         with pytest.raises(TransferFailed, match="rank 1: there is no room" if rank else "^there is no room"):
             await made.run(request := made.to_ranks(plan=SNAPKV))
         await until(lambda: made.ranks[1 - rank].sink.aborted == [key_of(request, 1 - rank)])
-        assert time.monotonic() - begin_s < 5
         made.ranks[rank].sink.refuse, made.model.on_layer = None, None
         await made.run(made.to_ranks(plan=SNAPKV))
 
@@ -265,7 +269,7 @@ async def test_a_request_given_up_in_mid_transfer_ends_in_every_rank_and_the_nex
         def give_up(layer: int, keys: Tensor) -> None:
             if layer == 2:
                 loop.call_soon_threadsafe(task.cancel)
-                deadline_s = time.monotonic() + 5
+                deadline_s = time.monotonic() + 60
                 while not all(its.sink.aborted for its in made.ranks):
                     assert time.monotonic() < deadline_s, "it goes on although the pass still runs"
                     time.sleep(0.01)
@@ -295,15 +299,13 @@ async def test_a_rank_that_ends_in_mid_transfer_fails_the_prompt_as_the_workers_
 
 async def test_a_rank_of_decode_that_is_silent_fails_the_prompt_in_time(several: ParallelModel) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        async with started(several, transfer_timeout_s=1.0) as made:
+        async with started(several, transfer_timeout_s=2.0) as made:
             request = made.to_ranks(plan=SNAPKV)
             ticket = dataclasses.replace(
                 request.ticket, part_endpoints=(f"tcp://127.0.0.1:{silent.getsockname()[1]}",)
             )
-            begin_s = time.monotonic()
-            with pytest.raises(TransferFailed, match=r"rank 1: .* was silent for more than 1.0 s"):
+            with pytest.raises(TransferFailed, match=r"rank 1: .* was silent for more than 2.0 s"):
                 await made.run(dataclasses.replace(request, ticket=ticket))
-            assert time.monotonic() - begin_s < 6
 
 
 async def test_every_rank_authenticates_with_the_workers_keys(several: ParallelModel, tmp_path: Path) -> None:
@@ -312,7 +314,8 @@ async def test_every_rank_authenticates_with_the_workers_keys(several: ParallelM
         make_certs(folder, days=2, everything=False)
     keys = Certs(str(folders[0]), "decode").block_keys()
     for folder in folders:
-        async with started(several, keys=keys, certs=str(folder), transfer_timeout_s=4.0) as made:
+        timeout_s = 30.0 if folder == folders[0] else 2.0
+        async with started(several, keys=keys, certs=str(folder), transfer_timeout_s=timeout_s) as made:
             request = made.to_ranks(plan=SNAPKV)
             if folder == folders[0]:
                 await made.run(request)
