@@ -113,13 +113,13 @@ async def test_returns_that_wait_for_a_thread_are_freed_when_their_stream_closes
 
 
 async def test_a_stalled_prefill_worker_delays_no_return_to_another(harness, request_of):
-    made = await harness(history_threads=1)
+    made = await harness(history_threads=1, history_timeout_s=200.0)
     with history_server(made) as (stalled, stalled_at), history_server(made) as (_, other_at):
         stalled.proceed.clear()
         streams = []
         for number in range(3):
             request = request_of(store_history=True, max_tokens=5, request_id=f"stalled-{number}")
-            stream = made.service.generate(request, timeout_s=30)
+            stream = made.service.generate(request, timeout_s=200)
             ticket = (await anext(stream)).ticket
             await asyncio.to_thread(
                 made.shipper.ship, request, ticket, history_endpoint=stalled_at, history_credit_bytes=1 << 20
@@ -130,7 +130,7 @@ async def test_a_stalled_prefill_worker_delays_no_return_to_another(harness, req
         for number in range(4):
             request = request_of(store_history=True, max_tokens=5, request_id=str(number))
             running = made.run(request, history_endpoint=other_at, history_credit_bytes=1 << 20)
-            _, events = await asyncio.wait_for(running, 5)
+            _, events = await asyncio.wait_for(running, 60)
             assert next(e for e in events if isinstance(e, HistoryReturned)).num_tokens == 4
         stalled.proceed.set()
         for stream in streams:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kvtest.clock import Clock
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
@@ -364,22 +365,25 @@ async def test_a_request_retried_under_its_id_replaces_its_turn(harness: Harness
     assert (await commit(harness, again, prompt)).num_tokens == 30
 
 
-@pytest.mark.parametrize("prefill_options", [{"turn_lease_s": 0.5}], ids=["short-lease"])
-async def test_an_abandoned_turn_is_swept(harness: Harness) -> None:
+@pytest.mark.parametrize("prefill_options", [{"turn_lease_s": 30.0}], ids=["short-lease"])
+async def test_an_abandoned_turn_is_swept(harness: Harness, prefill_clock: Clock) -> None:
     request = harness.request(make_prompt(30), session=A)
     await harness.run(request)
+    assert harness.store.turn(request.request_id) is not None
+    prefill_clock.turn(30.0)
     await harness.eventually(lambda: harness.store.size_bytes == 0)
     assert harness.store.turn(request.request_id) is None
 
 
 async def test_a_turn_of_a_lost_router_is_swept_soon_after_its_requests_deadline(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.services.prefill.job._COMMIT_GRACE_S", 0.5)
     request = harness.request(make_prompt(30), session=A)
-    async for _ in harness.service.prefill(request, timeout_s=3.0):
+    async for _ in harness.service.prefill(request, timeout_s=30.0):
         pass
     assert harness.store.turn(request.request_id) is not None
+    prefill_clock.turn(30.5)
     await harness.eventually(lambda: harness.store.size_bytes == 0)
     assert harness.store.turn(request.request_id) is None
 
