@@ -17,7 +17,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 STRESS ?=
 ORDER ?=
 REPORT ?=
@@ -50,8 +50,8 @@ serve: $(INSTALLED)
 define run_tests
 	$(if $(STRESS),for loop in 1 2; do $(PYTHON) -c 'while True: pass' & loops="$$loops $$!"; done; trap 'kill $$loops' EXIT;) \
 	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report $(REPORT)) \
-		$(1) --ignore tests/containers && \
-	$(BIN)/pytest $(if $(REPORT),--report $(REPORT)) $(1) tests/containers
+		$(1) --ignore tests/containers; status=$$?; \
+	$(BIN)/pytest $(if $(REPORT),--report $(REPORT)) $(1) tests/containers && exit $$status
 endef
 
 test: environment lint types contracts
@@ -66,7 +66,7 @@ test-all: environment lm-eval schemathesis atheris policies kvpress lint types c
 		ATHERIS_PATH="$$(realpath -e $(ATHERIS) 2>/dev/null)" \
 		$$([ ! -e $(KVPRESS)/.installed ] || echo KVFERRY_KVPRESS_PYTHON="$$PWD/$(KVPRESS)/bin/python") \
 		$$([ ! -e $(PEERS)/.installed ] || echo PEERS="$$PWD/$(PEERS)"); \
-	$(call run_tests,--all) ; status=$$?; cat $(ALL_REPORT); exit $$status
+	$(call run_tests,--all)
 
 # Packages come from two registries, so both are asked at once.
 environment:

@@ -11,8 +11,6 @@ from kvtest.benchmarks import run_benchmark
 ROOT = Path(__file__).parents[2]
 NUM_TURNS = 6
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 
 def test_the_committed_twenty_turns_are_within_the_goals() -> None:
     """Of plans with plain rows. `rdkv` is not: see the results' README."""

@@ -10,8 +10,6 @@ from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 
 @pytest.mark.full
 def test_bytes_shipped_and_spared_are_counted_by_plan(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from kvtest.benchmarks import run_benchmark
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 
 @pytest.mark.full
 def test_a_second_turn_is_measured_from_each_source(tmp_path: Path, redis_server: Any) -> None:

@@ -17,8 +17,6 @@ COUNT = 1000
 MAX_BYTES_EACH = 64 << 10
 """Those that had their last request in memory took 339 kB."""
 
-pytestmark = pytest.mark.xdist_group("walk")
-
 
 def check(result: dict[str, Any], count: int) -> None:
     assert set(result["kinds"]) == {"silent", "kept", "refused"}

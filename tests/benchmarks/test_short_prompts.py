@@ -11,8 +11,6 @@ from kvtest.benchmarks import run_benchmark
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "short-prompts" / "demo.json"
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 
 @pytest.mark.full
 def test_trips_and_batches_are_measured(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ walk = importlib.util.module_from_spec(_spec)
 sys.modules["walk"] = walk
 _spec.loader.exec_module(walk)
 
-pytestmark = pytest.mark.xdist_group("walk")
-
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

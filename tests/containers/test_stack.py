@@ -27,7 +27,7 @@ WAIT_S = 240.0
 FACT = "the quiet doctor visited the green market . remember that the pin of the red castle is 4 2 7 1 ."
 QUESTION = "what is the pin of the red castle ?"
 
-pytestmark = [pytest.mark.xdist_group("containers"), pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not (TOOLS / "checkov").exists(), reason="checkov is not installed; make policies"),
-    pytest.mark.xdist_group("policies"),
 ]
 
 

@@ -23,8 +23,6 @@ from kvtest.published_examples import Example, as_input, examples_of
 from kvtest.stack import Stack, serving
 from kvtest.text_models import HERMES, make_text_model
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 NOT_RUN = {
     "openai": {
         r"workload_identity": "tokens of a cloud's identity service",

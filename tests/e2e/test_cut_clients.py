@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 QUIET_TIMEOUT_S = 180.0
 LONGEST = 3000
 BODY = {"model": "demo", "prompt": "the red castle .", "logit_bias": {"6": -100}}

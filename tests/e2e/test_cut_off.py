@@ -16,8 +16,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 BUDGET = 96
 LONGEST = 3000
 

@@ -25,7 +25,6 @@ TIMEOUT_S = 200.0
 MACROS = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*", "$method": ".*"}
 
 pytestmark = [
-    pytest.mark.xdist_group("stack"),
     pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed; apt install prometheus"),
 ]
 

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 NUM_TURNS = 10
 

@@ -35,8 +35,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NUM_STREAMS = 32
 NUM_PROMPTS = 4
 NUM_TOKENS = 40

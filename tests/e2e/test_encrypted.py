@@ -13,8 +13,6 @@ import pytest
 from kvferry.shared.metrics import CERTIFICATE_EXPIRY
 from kvferry.tools.certs import make_certs
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 
 def test_a_stack_with_certs_answers_as_one_without(
     start_stack: Callable[..., Any], stack: Any, make_document: Callable[..., Any], tmp_path: Path

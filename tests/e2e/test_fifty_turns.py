@@ -21,8 +21,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NUM_TURNS = 50
 MAX_TOKENS = 6
 BUDGET = 64

@@ -18,8 +18,6 @@ from kvtest.processes import START_TIMEOUT_S, Process, started
 from kvtest.stack import until
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NOTICED = {"decode": "worker's turns are given up", "prefill": "worker down"}
 """What the router logs when statuses do not come: of prefill it may be before a turn has begun there."""
 LONGEST_SILENCE_S = 30.0

@@ -16,8 +16,6 @@ import pytest
 from kvtest.chaos.links import Link
 from kvtest.processes import START_TIMEOUT_S, Process, started
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NOTICED = {"decode": "worker's turns are given up", "prefill": "worker down"}
 """What the router logs when statuses do not come: of prefill it may be before a turn has begun there."""
 LONGEST_SILENCE_S = 30.0

@@ -18,8 +18,6 @@ from kvtest.lanes import some
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.stored_format import read_record
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 MAX_TOKENS = 12
 
 

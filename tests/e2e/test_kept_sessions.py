@@ -20,8 +20,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 MAX_TOKENS = 8
 BUDGET = 96
 

@@ -17,8 +17,6 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 TOKEN_BYTES = 4 * (16 + 4) * 4
 """Layers, latent and rotary channels, float32."""
 

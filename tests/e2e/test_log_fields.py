@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from kvtest.wire import eventually
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 

@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 _path = Path(__file__).parents[1] / "services" / "router" / "test_malformed_requests.py"
 _spec = importlib.util.spec_from_file_location("kvferry_malformed_requests", _path)
 assert _spec is not None

@@ -14,8 +14,6 @@ import pytest
 from kvtest.stack import Stack, serving
 from kvtest.text_models import THINKING, make_text_model
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}},

@@ -25,8 +25,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 PROMPT_WORDS = (97, 331)
 BUDGET = 48
 MAX_TOKENS = 16

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 ROUTER = (
     "time_to_first_token_seconds_count",

@@ -21,7 +21,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = [pytest.mark.xdist_group("stack"), kit.needs_nixl]
+pytestmark = kit.needs_nixl
 
 MAX_TOKENS = 24
 MAX_ATTEMPTS = 20

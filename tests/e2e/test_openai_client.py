@@ -11,8 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 FACT = "remember that the pin of the red castle is 4 2 7 1 . what is the pin of the red castle ?"
 EOS = "6"
 

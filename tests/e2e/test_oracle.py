@@ -21,8 +21,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 PROMPT_WORDS = (1, 2, 3, 7, 16, 31, 32, 33, 50, 64, 97, 128, 200, 255, 256, 400, 513, 700, 900, 1200)
 MAX_TOKENS = 24
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -19,8 +18,6 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 LONG_WORDS, SHORT_WORDS = 6000, 60
 MAX_TOKENS = 8

@@ -16,8 +16,6 @@ from kvtest.stack import Stack, serving
 from kvtest.text_models import HERMES, make_text_model
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 TIMEOUT_MS = 60_000

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from kvtest.collector import Collector
 from kvtest.redis_server import RedisServer
 from kvtest.stack import until
 
 from kvferry.tools.operate.command import keys
 from kvferry.tools.operate.config import KeysConfig
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 WORD = "zyxquillfern"
 """In every text that users send here."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 
 from kvferry.tools.recall.tasks import TASKS
-
-pytestmark = pytest.mark.xdist_group("stack")
 
 NUM_PROMPTS = 12
 QUALITY = 0.95

@@ -15,8 +15,6 @@ from kvtest.text_models import CHATML, make_text_model
 
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 ASK: Any = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 24}
 GREEDY_BY_DEFAULT = {"do_sample": True, "temperature": 0.7, "top_k": 1}
 

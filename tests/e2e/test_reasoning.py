@@ -14,8 +14,6 @@ from kvtest.text_models import make_text_model
 
 from kvferry.shared.history.records import common_prefix
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{%- if m.reasoning_content and loop.index0 > messages | length - 2 %}"

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from kvtest.recovery import stream_tokens, wait_until_served
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NUM_TOKENS = 300
 
 

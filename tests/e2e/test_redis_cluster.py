@@ -22,16 +22,14 @@ from kvtest.processes import Process, started
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
 from kvtest.stack import until
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 KEYS = ("key-0", "key-1", "key-2", "key-3")
 DOCUMENT = make_document(5, num_words=150, num_facts=8)
 NUM_ROUNDS = 2
 """Of the questions, so that turns run before, during and after the failover."""
 LONGEST_PAUSE_S = 60.0
 """It takes a few seconds where the machine has nothing else to do."""
-HISTORY_BYTES = 16 << 20
-"""Of a prefill worker's memory: 4096 of the demo model's tokens."""
+HISTORY_BYTES = 4 << 20
+"""Of a prefill worker's memory: 1024 of the demo model's tokens."""
 
 
 @dataclass(kw_only=True)
@@ -142,7 +140,7 @@ def test_turns_of_a_session_go_to_its_workers_whichever_router_runs_them(routers
             assert (kv["history"], kv["history_tier"]) == ("delta", "memory"), kv
     begun = dict.fromkeys((worker.addresses["address"] for worker in routers.workers["prefill"]), 0)
     for index in range(100):  # until each worker had more than its memory
-        ran, _ = ask(f"large-{index}", make_document(20 + index, num_words=1100).text)
+        ran, _ = ask(f"large-{index}", make_document(20 + index, num_words=300).text)
         for address in ran & begun.keys():
             begun[address] += 1
         if min(begun.values()) >= 5:

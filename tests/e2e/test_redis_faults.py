@@ -16,8 +16,6 @@ from kvtest.stack import until
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.stored_format import read_record
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 MAX_TOKENS = 6
 NUM_LAYERS = 4
 MOMENTS: dict[str, tuple[tuple[bytes, ...], int]] = {
@@ -30,9 +28,9 @@ FAULTS = [
     *(("emptied", moment) for moment in MOMENTS),
     *(("full", moment) for moment in ("first layer", "commit")),
     *(("evicting", moment) for moment in ("first layer", "commit")),
-    *(("slow", moment) for moment in ("first layer", "commit")),
+    *(pytest.param("slow", moment, marks=pytest.mark.full) for moment in ("first layer", "commit")),
     *(("killed", moment) for moment in ("last layer", "commit")),
-    ("paused", "last layer"),
+    pytest.param("paused", "last layer", marks=pytest.mark.full),
 ]
 
 

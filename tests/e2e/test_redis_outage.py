@@ -17,8 +17,6 @@ from kvtest import short_leases
 from kvtest.processes import Process, started
 from kvtest.redis_server import RedisServer
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 OUTAGE_S = 2 * short_leases.PENDING_LEASE_S
 BACK_TIMEOUT_S = 180.0
 SESSIONS = tuple(f"s{number}" for number in range(4))

@@ -15,8 +15,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 MAX_TOKENS = 16
 BUDGET = 128
 

@@ -16,8 +16,6 @@ import httpx
 import pytest
 from kvtest.families import FAMILIES
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 NUM_TOKENS = 60
 
 

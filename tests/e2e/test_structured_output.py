@@ -28,8 +28,6 @@ from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import Grammar, SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "structured_output.py"
 _spec = importlib.util.spec_from_file_location("structured_output", SCRIPT)
 assert _spec is not None

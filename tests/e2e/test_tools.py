@@ -13,8 +13,6 @@ import pytest
 from kvtest.stack import Stack, serving
 from kvtest.text_models import HERMES, MISTRAL, make_text_model
 
-pytestmark = pytest.mark.xdist_group("text-model")
-
 WEATHER = {
     "type": "object",
     "properties": {

@@ -9,8 +9,6 @@ import httpx
 import pytest
 from kvtest.collector import Collector
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
 NUM_LAYERS = 4

@@ -18,8 +18,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("stack")
-
 LONGEST = 2000
 """Tokens of an answer that nobody reads to its end."""
 

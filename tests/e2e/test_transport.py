@@ -7,9 +7,8 @@ from typing import Any
 
 import httpx
 import kvtest.wire as kit
-import pytest
 
-pytestmark = [pytest.mark.xdist_group("stack"), kit.needs_shared_memory]
+pytestmark = kit.needs_shared_memory
 
 
 def num_rings(pid: str) -> int:

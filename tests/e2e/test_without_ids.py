@@ -14,8 +14,6 @@ import httpx
 import pytest
 from kvtest.processes import Process, started
 
-pytestmark = pytest.mark.xdist_group("without-ids")
-
 METHOD = {"method": "rocketkv"}
 MAX_TOKENS = 6
 OBSERVED = 64

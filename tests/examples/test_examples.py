@@ -16,8 +16,6 @@ import pytest
 from kvtest.stack import serving
 from kvtest.text_models import HERMES, make_text_model
 
-pytestmark = pytest.mark.xdist_group("examples")
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PIN = "4 2 7 1"
 OF_THE_DEMO = {

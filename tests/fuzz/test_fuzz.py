@@ -22,8 +22,6 @@ from kvtest.router import _quiet_logs as _quiet_logs
 from kvtest.router import base_url as base_url
 from kvtest.router import tokenizer as tokenizer
 
-pytestmark = pytest.mark.xdist_group("fuzz")
-
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 HAS_RANDOM_IDS = ("disk", "stored")
 """Targets whose cases name what another run has under other ids: there, a reader may say something else."""

@@ -19,8 +19,6 @@ INPUTS = [json.loads(line) for line in (Path(__file__).parent / "guided.jsonl").
 HAS_ATHERIS = bool(os.environ.get("ATHERIS_PATH")) or importlib.util.find_spec("atheris") is not None
 NUM_RUNS = 1000
 
-pytestmark = pytest.mark.xdist_group("fuzz")
-
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_the_committed_inputs_are_read_or_refused_by_name(name: str) -> None:

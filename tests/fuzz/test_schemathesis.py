@@ -27,7 +27,6 @@ CHECKS = (
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.xdist_group("fuzz"),
     pytest.mark.skipif(COMMAND is None, reason="schemathesis is missing; make schemathesis installs it"),
 ]
 

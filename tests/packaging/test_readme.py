@@ -66,9 +66,6 @@ def options_of(command: str) -> set[str]:
     return {option_name(name) for name in fields} | {name for its in parameters for name in its.name or ()}
 
 
-pytestmark = pytest.mark.xdist_group("readme")
-
-
 def blocks(page: str, language: str) -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     return [text for name, text in found if name == language]

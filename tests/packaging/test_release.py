@@ -23,9 +23,6 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-pytestmark = pytest.mark.xdist_group("release")
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as it is here, as one commit of a repository of its own."""

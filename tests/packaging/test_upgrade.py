@@ -33,8 +33,6 @@ NUM_STREAMS = 8
 NUM_TOKENS = 120
 WAIT_S = 120.0
 
-pytestmark = pytest.mark.xdist_group("wheel")
-
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,6 +98,7 @@ def is_ready(process: Process) -> bool:
     return httpx.get(f"http://{process.addresses['metrics']}/ready", timeout=30).status_code == 200
 
 
+@pytest.mark.full
 def test_streams_go_on_while_workers_and_routers_are_replaced(
     earlier: Path, installed: Path, redis: RedisServer, tmp_path: Path
 ) -> None:

@@ -16,8 +16,6 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0
 
-pytestmark = pytest.mark.xdist_group("wheel")
-
 
 def test_wheel_holds_the_demo_model_protocol_and_typing_marker(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -31,7 +31,6 @@ METHODS = ("full", "rocketkv", "rdkv", "compactor")
 NUM_NEW = 24
 FIRST = prompt_of(90, seed=1)
 SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, logprobs=2)
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -229,7 +229,6 @@ def several(demo_model_dir: Path) -> Iterator[LanguageModel]:
         yield made
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("in_parts", ["a", "b"], ids=["from parts", "to parts"])
 async def test_parts_are_not_sent_again_and_the_prompt_runs_again_for_the_same_answer(
     started: Callable[..., object], several: LanguageModel, in_parts: str

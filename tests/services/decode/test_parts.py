@@ -26,7 +26,6 @@ from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.certs import make_certs
 from kvferry.tools.oracle import OneProcessGenerator
 
-pytestmark = pytest.mark.xdist_group("ranks")
 SETTINGS = DecodeConfig(tensor_parallel=2)
 KEY = TransferKey(transfer_id=0, generation=0)
 

@@ -33,7 +33,6 @@ from kvferry.shared.wire.messages import EndRecord, TransferKey
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.evaluation.epsilon import save_table
 
-pytestmark = pytest.mark.xdist_group("ranks")
 UNEVEN = {"method": "adakv", "tokens": 20, "max_tokens": 70}
 SEGMENTS = {"prompt": [i * 31 % 50 for i in range(133)], "overrides": {"rebudget_tokens": 16}} | UNEVEN
 GREEDY = [case | {"temperature": 0.0} for case in [*MIXED, SEGMENTS] if "frequency_penalty" not in case]
@@ -52,7 +51,7 @@ def several():
         yield model
 
 
-@pytest.fixture(params=[False, True], ids=["through the first", "straight"])
+@pytest.fixture(params=some([False, True], True), ids=["through the first", "straight"])
 def straight(request):
     """Whether each rank takes its heads' blocks itself, through a socket of its own."""
     return request.param

@@ -59,6 +59,7 @@ def test_batch_sizes_are_the_powers_of_two_and_the_largest():
     assert batch_sizes(32) == [1, 2, 4, 8, 16, 32]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_requests_need_no_capture_that_the_warm_up_has_not_made(
     device, monkeypatch, harness, request_of, small_model

@@ -12,8 +12,6 @@ from kvferry.shared import worker
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 
 def test_the_weights_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[TransformersModel] = []

@@ -18,8 +18,6 @@ from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
 from kvferry.tools.evaluation.epsilon import save_table
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()")
 ROLES = ("prefill", "decode", "router")
 

@@ -46,7 +46,6 @@ from kvferry.tools.certs import make_certs
 
 PROMPT = tuple(i * 7 % 50 for i in range(300))
 SNAPKV = plan_for("snapkv", budget=Budget(tokens=40))
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,6 @@ def text_type(family: str) -> str:
 
 
 _SUPPORTED = [family for family in sorted(FAMILIES) if text_type(family) in PARALLEL_TYPES]
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class Layers:

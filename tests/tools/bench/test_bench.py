@@ -24,8 +24,6 @@ from kvferry.tools.bench.prompts import PromptMaker
 from kvferry.tools.bench.runner import Run
 from kvferry.tools.bench.server import Server
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "bench")
 
 

@@ -22,7 +22,6 @@ BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.xdist_group("launcher"),
     pytest.mark.timeout(600),
     pytest.mark.skipif("PEERS" not in os.environ, reason="PEERS names no environment with vLLM; make peers"),
 ]

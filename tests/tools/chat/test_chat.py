@@ -26,8 +26,6 @@ from kvferry.tools.chat.client import ChatClient, TurnStats
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.chat.conversation import Conversation, format_bytes, stats_table
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "chat")
 DOCUMENT = (
     "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "

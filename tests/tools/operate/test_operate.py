@@ -17,8 +17,6 @@ from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavai
 from kvferry.tools.operate.command import keys, stored
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 
 @pytest.fixture(scope="module")
 def url(serve: Serve) -> Iterator[str]:

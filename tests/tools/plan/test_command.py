@@ -8,10 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("launcher")
-
 FEW_TOKENS = """
 import kvferry.tools.plan.measure as measure
 measure._ALONE, measure._ANSWER = 2, {1: 6, 4: 6}

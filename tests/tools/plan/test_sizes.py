@@ -13,8 +13,6 @@ from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.costs.sizes import sizes_of
 from kvferry.tools.plan.model import read_model
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 PROMPT = list(range(20, 20 + 150)) * 2
 NUM_NEW = 3
 HEADERS = 2048
