@@ -18,9 +18,6 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-STRESS ?=
-ORDER ?=
-REPORT ?=
 LM_EVAL := $(VENV)-lm-eval/bin/lm_eval
 SCHEMATHESIS := $(VENV)-schemathesis/bin/schemathesis
 ATHERIS := $(VENV)-atheris
@@ -34,7 +31,6 @@ BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers
 KVPRESS := $(VENV)-kvpress
-ALL_REPORT := benchmarks/results/test-all/latest.json
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
@@ -58,14 +54,15 @@ test: environment lint types contracts
 	$(call run_tests)
 
 # Where something cannot be installed, the tests that need it skip, and say why.
+test-all: REPORT := benchmarks/results/test-all/latest.json
 test-all: environment lm-eval schemathesis atheris policies kvpress lint types contracts
 	-$(MAKE) $(PEERS)/.installed
-	rm -f $(ALL_REPORT)
-	export LM_EVAL_COMMAND="$$(realpath -e $(LM_EVAL) 2>/dev/null)" \
-		SCHEMATHESIS_COMMAND="$$(realpath -e $(SCHEMATHESIS) 2>/dev/null)" \
-		ATHERIS_PATH="$$(realpath -e $(ATHERIS) 2>/dev/null)" \
-		$$([ ! -e $(KVPRESS)/.installed ] || echo KVFERRY_KVPRESS_PYTHON="$$PWD/$(KVPRESS)/bin/python") \
-		$$([ ! -e $(PEERS)/.installed ] || echo PEERS="$$PWD/$(PEERS)"); \
+	rm -f $(REPORT)
+	export LM_EVAL_COMMAND="$$(realpath -es $(LM_EVAL) 2>/dev/null)" \
+		SCHEMATHESIS_COMMAND="$$(realpath -es $(SCHEMATHESIS) 2>/dev/null)" \
+		ATHERIS_PATH="$$(realpath -es $(ATHERIS) 2>/dev/null)" \
+		KVFERRY_KVPRESS_PYTHON="$$(realpath -es $(KVPRESS)/bin/python 2>/dev/null)" \
+		PEERS="$$(realpath -es $(PEERS) 2>/dev/null)"; \
 	$(call run_tests,--all)
 
 # Packages come from two registries, so both are asked at once.
@@ -136,7 +133,7 @@ audit: $(INSTALLED)
 
 # Not part of the tests, because vLLM is large; .ci/optional runs it.
 peers: $(INSTALLED_DEV) $(PEERS)/.installed
-	PEERS="$$(realpath $(PEERS))" $(BIN)/pytest --all tests/tools/bench/test_beside_vllm.py
+	PEERS="$$(realpath -s $(PEERS))" $(BIN)/pytest --all tests/tools/bench/test_beside_vllm.py
 
 # Not part of the tests: the figures need an idle machine.
 bench-peers: $(INSTALLED) $(PEERS)/.installed
