@@ -409,7 +409,9 @@ def test_fixtures_are_of_the_pinned_versions() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not os.environ.get(INTERPRETER), reason=f"{INTERPRETER} names no interpreter with kvpress")
+@pytest.mark.skipif(
+    not os.environ.get(INTERPRETER), reason=f"{INTERPRETER} names no interpreter with kvpress"
+)
 def test_kvpress_makes_the_stored_fixtures_again(tmp_path: Path) -> None:
     made = tmp_path / FIXTURES.name
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}

@@ -38,9 +38,9 @@ def get(url: str) -> httpx.Response:
     return httpx.get(url, timeout=30, trust_env=False)
 
 
-def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve_afresh: Any, tmp_path: Path) -> None:
+def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any, tmp_path: Path) -> None:
     save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.2, 0.01, 0.0), values=(0.3, 0.02, 0.0)))
-    with serve_afresh("--epsilon-tables", str(tmp_path)) as served:
+    with serve("--epsilon-tables", str(tmp_path)) as served:
         ready = served.ready
         pids = {role: int(ready[f"{role}_pid"]) for role in ROLES}
         assert all(is_running(pid) for pid in pids.values())
@@ -91,8 +91,8 @@ def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve_afresh: A
         assert "killed" not in served.output
 
 
-def test_one_process_serves_the_same(serve_afresh: Any) -> None:
-    with serve_afresh("--in-process") as served:
+def test_one_process_serves_the_same(serve: Any) -> None:
+    with serve("--in-process") as served:
         answer = ask(served.url, kv_compression={"method": "rocketkv", "token_budget": 16}).json()
         assert answer["choices"][0]["message"]["content"]
         assert answer["kv"]["method"] == "rocketkv"
@@ -102,8 +102,8 @@ def test_one_process_serves_the_same(serve_afresh: Any) -> None:
         assert served.stop(signal.SIGINT) == 0
 
 
-def test_settings_reach_the_services_and_nothing_outlives_a_killed_launcher(serve_afresh: Any) -> None:
-    with serve_afresh("--api-keys", "sk-one", "--model-name", "tiny", "--max-model-len", "300") as served:
+def test_settings_reach_the_services_and_nothing_outlives_a_killed_launcher(serve: Any) -> None:
+    with serve("--api-keys", "sk-one", "--model-name", "tiny", "--max-model-len", "300") as served:
         assert ask(served.url).status_code == 401
         models = httpx.get(
             f"{served.url}/v1/models",

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from kvtest.launcher import Serve, Served
 from kvtest.ports import free_port
+from kvtest.stack import Stack, serving
 
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.tools.bench.command import bench
@@ -28,17 +28,17 @@ COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main
 
 
 @pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Served]:
-    with serve("--in-process") as stack:
+def served() -> Iterator[Stack]:
+    with serving("--in-process") as stack:
         yield stack
 
 
-def test_the_command_writes_what_it_measured(served: Served, tmp_path: Path) -> None:
+def test_the_command_writes_what_it_measured(served: Stack, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = "--mix 130:6@2,190:4 --conversations 6 --total-bound-s 1min --method snapkv --plots"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     done = subprocess.run(
-        [*COMMAND, "--url", served.url, *options.split(), "--token-budget", "64", "--out", str(out)],
+        [*COMMAND, "--url", served.base_url, *options.split(), "--token-budget", "64", "--out", str(out)],
         env=clean, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -67,9 +67,9 @@ async def _samples(url: str, config: BenchConfig, *, is_kvferry: bool = True) ->
     return run.samples
 
 
-async def test_turns_continue_a_session_and_documents_are_reused(served: Served) -> None:
+async def test_turns_continue_a_session_and_documents_are_reused(served: Stack) -> None:
     config = BenchConfig(mix="20:5", conversations=3, turns=3, documents=2, document_tokens=200)
-    samples = await _samples(served.url, config)
+    samples = await _samples(served.base_url, config)
     assert [sample.outcome for sample in samples] == ["complete"] * 9
     for sample in samples:
         assert sample.kv is not None
@@ -77,29 +77,29 @@ async def test_turns_continue_a_session_and_documents_are_reused(served: Served)
         assert 200 + 25 * sample.turn < sample.prompt_tokens < 250 + 40 * sample.turn
     # Nothing is left behind.
     for kind in ("sessions", "documents"):
-        assert httpx.get(f"{served.url}/v1/{kind}", trust_env=False).json()["data"] == []
+        assert httpx.get(f"{served.base_url}/v1/{kind}", trust_env=False).json()["data"] == []
 
 
-async def test_another_server_gets_whole_conversations(served: Served) -> None:
+async def test_another_server_gets_whole_conversations(served: Stack) -> None:
     """The prompts are as long as those of sessions, but for how an answer's text tokenizes."""
     config = BenchConfig(mix="20:5", conversations=2, turns=3, documents=1, document_tokens=100)
-    own = await _samples(served.url, config)
-    other = await _samples(served.url, config, is_kvferry=False)
+    own = await _samples(served.base_url, config)
+    other = await _samples(served.base_url, config, is_kvferry=False)
     for turn in range(3):
         numbers = [sorted(s.prompt_tokens for s in its if s.turn == turn) for its in (own, other)]
         assert numbers[1] == pytest.approx(numbers[0], abs=5 * turn)
 
 
-async def test_cancelled_requests_free_their_memory(served: Served) -> None:
+async def test_cancelled_requests_free_their_memory(served: Stack) -> None:
     config = BenchConfig(mix="50:200", conversations=6, cancel=0.5, arrivals="poisson", rate=50)
-    samples = await _samples(served.url, config)
+    samples = await _samples(served.base_url, config)
     assert sorted(sample.outcome for sample in samples) == ["cancelled"] * 3 + ["complete"] * 3
     assert all(sample.output_tokens == 200 for sample in samples if sample.outcome == "complete")
 
 
-async def test_refusals_are_counted_by_status_and_end_the_command_with_1(served: Served) -> None:
-    config = BenchConfig(url=served.url, mix="9000:5", conversations=2, warmup=0)
-    samples = await _samples(served.url, config)
+async def test_refusals_are_counted_by_status_and_end_the_command_with_1(served: Stack) -> None:
+    config = BenchConfig(url=served.base_url, mix="9000:5", conversations=2, warmup=0)
+    samples = await _samples(served.base_url, config)
     assert [sample.error[0] for sample in samples] == ["http_400", "http_400"]
     assert "context" in samples[0].error[1]
     assert await bench(config) == 1
@@ -107,10 +107,15 @@ async def test_refusals_are_counted_by_status_and_end_the_command_with_1(served:
         await bench(config.model_copy(update={"warmup": 1}))
 
 
-async def test_two_servers_get_the_same_load_in_turn(served: Served, serve: Serve, tmp_path: Path) -> None:
-    with serve("--in-process", "--default-method", "full") as other:
+async def test_two_servers_get_the_same_load_in_turn(served: Stack, tmp_path: Path) -> None:
+    with serving("--in-process", "--default-method", "full") as other:
         config = BenchConfig(
-            url=served.url, beside=other.url, mix="40:4", conversations=4, repeats=2, out=str(tmp_path)
+            url=served.base_url,
+            beside=other.base_url,
+            mix="40:4",
+            conversations=4,
+            repeats=2,
+            out=str(tmp_path),
         )
         assert await bench(config) == 0
     result = json.loads((tmp_path / "results.json").read_text())
@@ -121,17 +126,17 @@ async def test_two_servers_get_the_same_load_in_turn(served: Served, serve: Serv
     assert tokens[0] == tokens[1]
 
 
-async def test_a_server_that_dies_and_one_that_is_not_there(serve: Serve) -> None:
+async def test_a_server_that_dies_and_one_that_is_not_there() -> None:
     with pytest.raises(WorkerUnavailable, match="cannot be reached"):
         await bench(BenchConfig(url=f"http://127.0.0.1:{free_port()}"))
-    with serve("--in-process") as stack:
+    with serving("--in-process") as stack:
         config = BenchConfig(mix="20:2000", conversations=3, concurrency=1)
 
         def kill() -> None:
             stack.process.send_signal(signal.SIGKILL)
 
         load = make_load(config, PromptMaker("demo"), 0)
-        async with Server.connect("url", stack.url, "", "", config) as server:
+        async with Server.connect("url", stack.base_url, "", "", config) as server:
             run = Run(server, load, config, kill)
             await run.run()
     assert [sample.outcome for sample in run.samples] == ["complete", "failed", "failed"]

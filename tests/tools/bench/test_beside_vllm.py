@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvtest.launcher import Serve, Served
+from kvtest.stack import Stack, serving
 
 from kvferry.tools.bench.command import bench
 from kvferry.tools.bench.config import BenchConfig
@@ -23,13 +23,15 @@ BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not os.environ.get("PEERS"), reason="PEERS names no environment with vLLM; make peers"),
+    pytest.mark.skipif(
+        not os.environ.get("PEERS"), reason="PEERS names no environment with vLLM; make peers"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def served(serve: Serve) -> Iterator[Served]:
-    with serve("--in-process") as stack:
+def served() -> Iterator[Stack]:
+    with serving("--in-process") as stack:
         yield stack
 
 
@@ -44,9 +46,15 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-async def test_both_servers_answer_the_whole_load(served: Served, vllm_url: str, tmp_path: Path) -> None:
+async def test_both_servers_answer_the_whole_load(served: Stack, vllm_url: str, tmp_path: Path) -> None:
     config = BenchConfig(
-        url=served.url, beside=vllm_url, mix="60:8", conversations=4, turns=2, repeats=2, out=str(tmp_path)
+        url=served.base_url,
+        beside=vllm_url,
+        mix="60:8",
+        conversations=4,
+        turns=2,
+        repeats=2,
+        out=str(tmp_path),
     )
     assert await bench(config) == 0
     servers = json.loads((tmp_path / "results.json").read_text())["servers"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.stack import serving
 from rich.console import Console
 
 from kvferry.shared.errors import KvferryError
@@ -35,9 +36,9 @@ LONG = " ".join(["the old sailor painted the quiet bridge ."] * 300)
 
 
 @pytest.fixture(scope="module")
-def url(serve: Any) -> Iterator[str]:
-    with serve("--in-process") as served:
-        yield served.url
+def url() -> Iterator[str]:
+    with serving("--in-process") as served:
+        yield served.base_url
 
 
 def chat(url: str, *lines: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from kvtest.launcher import Serve
 from kvtest.ports import free_port
+from kvtest.stack import serving
 
 from kvferry.services.router.http.access import new_key
 from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
@@ -19,9 +19,9 @@ from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
 
 @pytest.fixture(scope="module")
-def url(serve: Serve) -> Iterator[str]:
-    with serve("--in-process", "--api-keys", "one,two") as served:
-        yield served.url
+def url() -> Iterator[str]:
+    with serving("--in-process", "--api-keys", "one,two") as served:
+        yield served.base_url
 
 
 def test_a_keys_sessions_and_documents_are_listed_and_deleted(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from kvtest.launcher import Serve
+from kvtest.stack import serving
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for, preset
@@ -22,9 +22,9 @@ CONTENT_DECIDES = ("rdkv", "rdkv-hsa", "compactor-rdkv", "rdkv-union", "rdkv-dra
 
 
 @pytest.fixture(scope="module")
-def url(serve: Serve) -> Iterator[str]:
-    with serve("--in-process", "--implicit-sessions", "0") as served:
-        yield served.url
+def url() -> Iterator[str]:
+    with serving("--in-process", "--implicit-sessions", "0") as served:
+        yield served.base_url
 
 
 @pytest.mark.parametrize("method", method_names())

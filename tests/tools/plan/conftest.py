@@ -1,5 +1,0 @@
-"""The fixtures of `kvtest.launcher`."""
-
-from __future__ import annotations
-
-from kvtest.launcher import serve as serve
