@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -164,6 +165,16 @@ class Terminal:
         self._shown += os.read(self._master, 4096).decode(errors="replace")
         self._shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._shown)
 
+    def end_of_input(self) -> int:
+        """Type Ctrl-D until the process ends: between two prompts nobody reads it. Returns the exit code."""
+        deadline_s = time.monotonic() + 60.0
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline_s, self._shown
+            with contextlib.suppress(OSError):  # the terminal is closed
+                self.type("\x04")
+            time.sleep(0.05)
+        return self.process.returncode
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(timeout=60)
@@ -204,8 +215,7 @@ def test_on_a_terminal_lines_history_and_completion_work(
     terminal.type("\r")
     terminal.read_until("method rocketkv")
     terminal.read_until(">")
-    terminal.type("\x04")
-    assert terminal.process.wait(timeout=60) == 0
+    assert terminal.end_of_input() == 0
     session = httpx.get(f"{url}/v1/sessions/typed", timeout=30, trust_env=False).json()
     assert session["turns"] == 1
     stored = (tmp_path / "typed").read_text(encoding="utf-8").splitlines()
