@@ -80,5 +80,5 @@ def test_a_lane_runs_its_tests_and_a_report_counts_them(tmp_path: Path) -> None:
         assert report["counts"]["passed"] == runs * passed[lane]
         assert report["counts"].get("failed", 0) == 0
         assert report["skips"] == ({"no reason": 1} if lane == "all" else {})
-        assert report["seconds"] > 0
+        assert report["seconds"] >= 0
         assert len(report["slowest"]) == min(20, runs * passed[lane] + len(report["skips"]))

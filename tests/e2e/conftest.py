@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from kvtest import documents
 from kvtest.stack import serving
+from kvtest.text_models import THINKING, make_text_model
 
 from kvferry.shared.model.tokenizer import ChatTokenizer
 
@@ -27,6 +28,14 @@ def start_stack() -> Callable[..., object]:
 def stack(start_stack: Callable[..., object]) -> Iterator[object]:
     """The default stack, shared by the tests of a worker."""
     with start_stack() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """A random model that writes any text, calls tools and thinks, in one process."""
+    folder = make_text_model(tmp_path_factory.mktemp("text"), template=THINKING)
+    with serving("--model", str(folder), "--model-name", "text", "--in-process") as running:
         yield running
 
 

@@ -6,25 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+from kvtest.answers import chat, chat_body
 
 NUM_TURNS = 10
 
 
 def ask(stack: Any, text: str, session_id: str) -> dict[str, Any]:
-    response = httpx.post(
-        f"{stack.base_url}/v1/chat/completions",
-        json={
-            "model": "demo",
-            "messages": [{"role": "user", "content": text}],
-            "session_id": session_id,
-            "kv_compression": {"method": "rocketkv"},  # plain rows, which deltas need
-            "temperature": 0,
-            "max_tokens": 12,
-        },
-        timeout=120,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()
+    compression = {"method": "rocketkv"}  # plain rows, which deltas need
+    return chat(stack.base_url, chat_body(text, session_id, max_tokens=12, kv_compression=compression))
 
 
 def retained_bytes(stack: Any) -> float:
@@ -35,8 +24,7 @@ def test_ten_turns_about_a_document_ship_half_the_bytes_and_say_the_same(
     stack: Any, start_stack: Callable[..., Any], make_document: Callable[..., Any]
 ) -> None:
     document = make_document(31, num_words=3900, num_facts=NUM_TURNS)
-    texts = [question for question, _ in document.questions]
-    texts[0] = f"{document.text} {texts[0]}"
+    texts = document.turns(NUM_TURNS)
     transferred = stack.prefill_metric("kvferry_kv_transfer_bytes_total")
     saved = stack.prefill_metric("kvferry_kv_delta_saved_bytes_total")
     delta = [ask(stack, text, "e2e-delta") for text in texts]

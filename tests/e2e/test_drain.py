@@ -230,7 +230,7 @@ def test_a_second_signal_ends_a_worker_at_once(services: Services) -> None:
 
 def test_streams_that_are_left_when_the_time_is_over_go_on_at_other_workers(say: Say, tmp_path: Path) -> None:
     """Pinned sessions, too: their next turns find what the prefill worker that left had in memory."""
-    indices, num_tokens = (0, 4, 2, 6), 400
+    indices, num_tokens = (0, 2), 400
     texts = {index: say(index, num_tokens) for index in {index % NUM_PROMPTS for index in indices}}
     with running(tmp_path, 0.05) as services, ThreadPoolExecutor(2 * len(indices)) as pool:
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.answers import chat, chat_body, said, user
 from kvtest.lanes import some
 from kvtest.stack import until
 
@@ -88,26 +89,15 @@ def test_fifty_turns_equal_one_process_and_leave_nothing_behind(
         tokens_run_before, _, _ = prefill_figures(client, stack)
         for turn in range(NUM_TURNS):
             question = document.questions[turn * 3 % 8][0]
-            message = {"role": "user", "content": question if turn else f"{document.text} {question}"}
-            reply = client.post(
-                "/v1/chat/completions",
-                json={
-                    "model": "demo",
-                    "messages": [message],
-                    "session_id": session_id,
-                    "session_mode": "append",
-                    "temperature": 0,
-                    "max_tokens": MAX_TOKENS,
-                    "kv_compression": {"method": method, "token_budget": BUDGET},
-                },
-            )
-            assert reply.status_code == 200, reply.text
-            answer = reply.json()
-            rendered = tokenizer.render([message])
+            messages = [user(question if turn else f"{document.text} {question}")]
+            compression = {"method": method, "token_budget": BUDGET}
+            fields = {"session_mode": "append", "max_tokens": MAX_TOKENS, "kv_compression": compression}
+            answer = chat(stack.base_url, chat_body(messages, session_id, **fields))
+            rendered = tokenizer.render(messages)
             prompt = history + rendered[1:] if turn else rendered
             tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
             ids = [token.token_id for token in tokens]
-            assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids), turn
+            assert said(answer) == tokenizer.decode(ids), turn
             assert answer["usage"]["prompt_tokens"] == len(prompt)
             assert answer["usage"]["completion_tokens"] == len(ids)
             # every token of the prompt that has no KV yet is run, and no other

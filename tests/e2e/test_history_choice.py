@@ -5,30 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-
-MAX_TOKENS = 8
+from kvtest.answers import chat, chat_body
 
 
 def ask(stack: Any, text: str, session_id: str) -> dict[str, Any]:
     """One turn that ships every row as computed, of a key of its own: it begins with nobody else's KV."""
-    response = httpx.post(
-        f"{stack.base_url}/v1/chat/completions",
-        headers={"Authorization": f"Bearer {session_id}"},
-        json={
-            "model": "demo",
-            "messages": [{"role": "user", "content": text}],
-            "session_id": session_id,
-            "session_mode": "append",
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "kv_compression": {"method": "full"},
-        },
-        timeout=240,
-    )
-    assert response.status_code == 200, response.text
+    body = chat_body(text, session_id, session_mode="append", max_tokens=8, kv_compression={"method": "full"})
+    answer = chat(stack.base_url, body, key=session_id)
     stack.wait_kept(session_id, session_id)
-    return response.json()  # type: ignore[no-any-return]
+    return answer
 
 
 def choices(stack: Any, way: str, reason: str) -> float:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+from kvtest.answers import assistant, chat, chat_body, known_tokens, said, user
+from kvtest.stack import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -26,48 +27,14 @@ METHOD = {"method": "rocketkv", "token_budget": BUDGET}
 
 
 def ask(stack: Any, messages: list[dict[str, str]], session_id: str, mode: str = "auto") -> dict[str, Any]:
-    response = httpx.post(
-        f"{stack.base_url}/v1/chat/completions",
-        json={
-            "model": "demo",
-            "messages": messages,
-            "session_id": session_id,
-            "session_mode": mode,
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "kv_compression": METHOD,
-        },
-        timeout=120,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()  # type: ignore[no-any-return]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def said(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def known_tokens(answer: dict[str, Any]) -> int:
-    """Tokens whose KV is there after a turn: all but the last generated one's."""
-    usage = answer["usage"]
-    return int(usage["prompt_tokens"] + usage["completion_tokens"] - 1)
+    fields = {"session_mode": mode, "max_tokens": MAX_TOKENS, "kv_compression": METHOD}
+    return chat(stack.base_url, chat_body(messages, session_id, **fields))
 
 
 def wait_on_disk(stack: Any, session_id: str) -> None:
     """Wait until a turn is committed, and written."""
     stack.wait_kept(session_id)
-    deadline_s = time.monotonic() + 180
-    while stack.prefill_metric("kvferry_history_waiting", tier="disk"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    until(lambda: not stack.prefill_metric("kvferry_history_waiting", tier="disk"))
 
 
 def kill_all(stack: Any) -> None:

@@ -13,12 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.answers import chat, chat_body, known_tokens, said, stored_tokens
 from kvtest.lanes import some
-
-from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.history.stored_format import read_record
-
-MAX_TOKENS = 12
+from kvtest.stack import until
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +31,9 @@ def redis_stack(start_stack: Callable[..., Any], server: Any) -> Iterator[Any]:
 
 
 def ask(stack: Any, text: str, session_id: str, method: dict[str, Any]) -> dict[str, Any]:
-    """One turn; waits as Retry-After says while a worker restarts."""
-    deadline = time.monotonic() + 120
-    while True:
-        response = httpx.post(
-            f"{stack.base_url}/v1/chat/completions",
-            json={
-                "model": "demo",
-                "messages": [{"role": "user", "content": text}],
-                "session_id": session_id,
-                "session_mode": "append",
-                "temperature": 0,
-                "max_tokens": MAX_TOKENS,
-                "kv_compression": method,
-            },
-            timeout=120,
-        )
-        if response.status_code == 200:
-            return response.json()  # type: ignore[no-any-return]
-        assert response.status_code == 503, response.text
-        assert time.monotonic() < deadline, response.text
-        time.sleep(0.2)
-
-
-def said(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
+    """One turn; waits while a worker restarts."""
+    body = chat_body(text, session_id, session_mode="append", max_tokens=12, kv_compression=method)
+    return chat(stack.base_url, body, is_patient=True)
 
 
 def kill_prefill(stack: Any) -> None:
@@ -66,37 +41,12 @@ def kill_prefill(stack: Any) -> None:
     ready = stack.log_path.with_name("ready.json")
     pid = json.loads(ready.read_text())["prefill_pid"]
     os.kill(int(pid), signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while json.loads(ready.read_text())["prefill_pid"] == pid:
-        assert time.monotonic() < deadline, stack.log_path.read_text()[-2000:]
-        time.sleep(0.1)
+    until(lambda: json.loads(ready.read_text())["prefill_pid"] != pid)
 
 
 def wait_stored(server: Any, session_id: str, num_tokens: int) -> None:
     """A turn is committed just after its answer: wait until Redis has that many of the session's tokens."""
-    deadline = time.monotonic() + 120
-    with server.client() as admin:
-        while True:
-            for key in admin.keys(f"kvferry:history:*/{session_id}}}:record"):
-                owner = key.decode().split("{")[1].split("/")[0]
-                session = SessionKey(owner=owner, session_id=session_id)
-                if len(read_record(admin.get(key), session).token_ids) == num_tokens:
-                    return
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def wait_metric(stack: Any, name: str) -> None:
-    deadline = time.monotonic() + 120
-    while stack.prefill_metric(name) < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def known_tokens(answer: dict[str, Any]) -> int:
-    """Tokens whose KV is there after a turn: all but the last generated one's."""
-    usage = answer["usage"]
-    return int(usage["prompt_tokens"] + usage["completion_tokens"] - 1)
+    until(lambda: stored_tokens(server, session_id) == num_tokens)
 
 
 def test_a_restarted_prefill_worker_does_not_compute_again(
@@ -104,8 +54,7 @@ def test_a_restarted_prefill_worker_does_not_compute_again(
 ) -> None:
     method = {"method": "rocketkv", "token_budget": 128}
     document = make_document(17, num_words=400, num_facts=6)
-    questions = [document.questions[index][0] for index in range(3)]
-    questions[0] = f"{document.text} {questions[0]}"
+    questions = document.turns(3)
     undisturbed = [ask(redis_stack, text, "whole", method) for text in questions]
     first = ask(redis_stack, questions[0], "restarted", method)
     wait_stored(server, "restarted", known_tokens(first))
@@ -131,8 +80,7 @@ def test_history_lost_everywhere_at_once_is_a_miss_and_is_computed_again(
 ) -> None:
     method = {"method": "full"}
     document = make_document(19, num_words=60, num_facts=3)
-    questions = [document.questions[index][0] for index in range(3)]
-    questions[0] = f"{document.text} {questions[0]}"
+    questions = document.turns(3)
     undisturbed = [ask(redis_stack, text, "whole-lost", method) for text in questions]
     first = ask(redis_stack, questions[0], "lost", method)
     wait_stored(server, "lost", known_tokens(first))
@@ -157,8 +105,7 @@ def conversation(
     """Questions, their method, and the answers where nothing fails."""
     method = {"method": "full"}
     document = make_document(23, num_words=150, num_facts=6)
-    questions = [document.questions[index][0] for index in range(4)]
-    questions[0] = f"{document.text} {questions[0]}"
+    questions = document.turns(4)
     return questions, method, [said(ask(redis_stack, text, "whole-faulty", method)) for text in questions]
 
 
@@ -179,7 +126,7 @@ def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
         assert answers[1]["kv"]["reused_tokens"] == 0
         assert answers[1]["kv"]["history"] == "recompute"
         assert redis_stack.prefill_metric("kvferry_history_miss_total", reason="redis_unavailable") >= 1
-        wait_metric(redis_stack, "kvferry_history_store_failed_total")
+        until(lambda: redis_stack.prefill_metric("kvferry_history_store_failed_total") >= 1)
     finally:
         heal()
     with server.client() as admin:
@@ -197,8 +144,5 @@ def test_a_conversation_goes_on_without_redis_and_is_kept_again_after_it(
     assert [said(answer) for answer in answers] == undisturbed
     response = httpx.delete(f"{redis_stack.base_url}/v1/sessions/{session}", timeout=60)
     assert response.status_code == 200
-    deadline = time.monotonic() + 60
     with server.client() as admin:
-        while admin.keys(f"kvferry:history:*/{session}}}*"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: not admin.keys(f"kvferry:history:*/{session}}}*"))

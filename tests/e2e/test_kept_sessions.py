@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.answers import assistant, chat, chat_body, said, user
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -39,26 +40,8 @@ def ask(
     compression: dict[str, Any] = {"method": method}
     if method != "full":
         compression["token_budget"] = BUDGET
-    response = httpx.post(
-        f"{stack.base_url}/v1/chat/completions",
-        headers=headers(key),
-        json={
-            "model": "demo",
-            "messages": messages,
-            "session_id": session_id,
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "kv_compression": compression,
-            **extra,
-        },
-        timeout=120,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+    body = chat_body(messages, session_id, max_tokens=MAX_TOKENS, kv_compression=compression, **extra)
+    return chat(stack.base_url, body, key=key)
 
 
 def tokens_run(stack: Any) -> float:
@@ -107,7 +90,7 @@ def test_a_document_is_run_once_for_a_key_and_answers_as_an_earlier_turn_would(
         generator.generate(prompt[: created["tokens"]], plan=plan, sampling=sampling, session=oracle)
         sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
         tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
-        assert answer["choices"][0]["message"]["content"] == tokenizer.decode([t.token_id for t in tokens])
+        assert said(answer) == tokenizer.decode([t.token_id for t in tokens])
         stack.wait_kept(f"s{index}", key)
 
     # Another key's same words are run from the first token on.
@@ -149,7 +132,7 @@ def test_an_edited_message_branches_and_the_next_answer_is_the_branchs_own(
     document = make_document(33, num_words=300, num_facts=4)
     first = user(f"{document.text} {document.questions[0][0]}")
     answer = ask(stack, [first], "s", "branches", "full")
-    reply = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+    reply = assistant(said(answer))
     ask(stack, [first, reply, user(document.questions[1][0])], "s", "branches", "full")
     edited = [first, reply, user(document.questions[2][0])]
     branch = ask(stack, edited, "s", "branches", "full")
@@ -160,7 +143,7 @@ def test_an_edited_message_branches_and_the_next_answer_is_the_branchs_own(
     assert regenerated["choices"] == branch["choices"]
 
 
-def chat(stack: Any, session: str, line: str) -> str:
+def typed(stack: Any, session: str, line: str) -> str:
     """One message typed into `kvferry chat`; returns what it printed."""
     done = subprocess.run(
         [
@@ -184,11 +167,11 @@ def test_chat_resumes_yesterdays_session_after_every_service_was_restarted(
     (question, digits), (second, more_digits) = document.questions[:2]
     options = ("--history-redis", redis_server.url, "--history-redis-timeout-s", "20")
     with start_stack(*options) as yesterday:
-        assert digits in chat(yesterday, "diary", f"{document.text} {question}")
+        assert digits in typed(yesterday, "diary", f"{document.text} {question}")
         tokens_yesterday = yesterday.wait_kept("diary")["tokens"]
     with start_stack(*options, "--in-process") as today:
         # Only the new question is sent: the document is yesterday's.
-        assert more_digits in chat(today, "diary", second)
+        assert more_digits in typed(today, "diary", second)
         assert today.wait_kept("diary")["tokens"] > tokens_yesterday
         assert httpx.delete(f"{today.base_url}/v1/sessions/diary", timeout=30).status_code == 200
     with redis_server.client() as client:

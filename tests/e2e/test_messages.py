@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
 import httpx
-import pydantic
 import pytest
-from kvtest.stack import Stack, serving
-from kvtest.text_models import THINKING, make_text_model
+from kvtest.stack import Stack
+from kvtest.text_models import KEY, THOUGHT, WEATHER, Person
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [{"name": "get_weather", "description": "?", "input_schema": WEATHER}]
 QUESTION: Any = [{"role": "user", "content": "what is the weather like today?"}]
 ASK: Any = {"model": "text", "messages": QUESTION, "max_tokens": 12}
-THOUGHT: Any = {"seed": 1, "structured_outputs": {"regex": "<think>[a-e]{4}</think>\\n\\n[0-9]{5}"}}
 NOT_POSSIBLE = {"type": "json_schema", "schema": {"not": {}}}
 GREEDY: Any = {"extra_body": {"temperature": 0}}
-KEY = {"Authorization": "Bearer -"}
-
-
-class Person(pydantic.BaseModel):
-    name: Literal["Ada", "Alan"]
-    age: Literal[36, 41]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder: Path = make_text_model(tmp_path_factory.mktemp("messages"), template=THINKING)
-    with serving("--model", str(folder), "--model-name", "text", "--in-process") as stack:
-        yield stack
 
 
 @pytest.fixture

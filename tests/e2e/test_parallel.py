@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from kvtest.lanes import is_whole, some
 from kvtest.parallel import same_or_tied
 from kvtest.recovery import stream_tokens
 from kvtest.transformers_model import prompt_of
@@ -110,14 +109,12 @@ def lose_in_mid_transfer(stack: Any, role: str, session_id: str) -> None:
     assert answer.json()["choices"][0]["text"] == undisturbed[1]
 
 
-@pytest.mark.parametrize(
-    "sign", some([signal.SIGKILL, signal.SIGSTOP], signal.SIGKILL), ids=["killed", "hung"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_no_turn_is_lost_with_a_rank(
     start_stack: Callable[..., Any],
     make_document: Callable[..., Any],
     sign: signal.Signals,
-    pytestconfig: pytest.Config,
 ) -> None:
     body = {
         "model": "demo",
@@ -130,7 +127,7 @@ def test_no_turn_is_lost_with_a_rank(
         check_uneven_heads(stack.base_url)
         undisturbed = stream_tokens(stack.base_url, body, lambda _: None)
         if sign is signal.SIGKILL:
-            for role in ("prefill", "decode") if is_whole(pytestconfig) else ("prefill",):
+            for role in ("prefill", "decode"):
                 lose_in_mid_transfer(stack, role, role)
         num_recovered = stack.router_metric("kvferry_recoveries_total", role="decode")
         lost: list[tuple[int, float]] = []

@@ -18,7 +18,7 @@ NUM_TOKENS = 300
     ("role", "compression", "n"),
     [
         pytest.param("decode", {"method": "full"}, 1, marks=pytest.mark.full),
-        ("prefill", {"method": "full"}, 1),
+        pytest.param("prefill", {"method": "full"}, 1, marks=pytest.mark.full),
         ("decode", {"method": "rdkv", "token_budget": 64}, 2),
     ],
 )

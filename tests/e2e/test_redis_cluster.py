@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.answers import chat_body, said
 from kvtest.documents import make_document
 from kvtest.processes import Process, started
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
@@ -28,8 +29,9 @@ NUM_ROUNDS = 2
 """Of the questions, so that turns run before, during and after the failover."""
 LONGEST_PAUSE_S = 60.0
 """It takes a few seconds where the machine has nothing else to do."""
-HISTORY_BYTES = 4 << 20
-"""Of a prefill worker's memory: 1024 of the demo model's tokens."""
+WHOLE: dict[str, Any] = {"session_mode": "append", "kv_compression": {"method": "full"}}
+HISTORY_BYTES = 8 << 20
+"""Of a prefill worker's memory: 2048 of the demo model's tokens."""
 
 
 @dataclass(kw_only=True)
@@ -52,20 +54,12 @@ class Routers:
         """A whole conversation; returns its answers and the longest wait for one."""
         texts, longest_s = [], 0.0
         for turn, (question, _) in enumerate(NUM_ROUNDS * DOCUMENT.questions):
-            body = {
-                "model": "demo",
-                "messages": [{"role": "user", "content": question}],
-                "temperature": 0,
-                "max_tokens": 5,
-                "session_id": session_id,
-                "session_mode": "append",
-                "kv_compression": {"method": "full"},
-                **({"document_ids": ["d"]} if turn == 0 else {}),
-            }
+            fields = {"document_ids": ["d"]} if turn == 0 else {}
+            body = chat_body(question, session_id, max_tokens=5, **WHOLE, **fields)
             begin_s = time.monotonic()
             answer = self.request("POST", "/v1/chat/completions", key, json=body)
             longest_s = max(longest_s, time.monotonic() - begin_s)
-            texts.append(answer["choices"][0]["message"]["content"])
+            texts.append(said(answer))
             self.num_answers += 1
         return texts, longest_s
 
@@ -116,17 +110,7 @@ def test_turns_of_a_session_go_to_its_workers_whichever_router_runs_them(routers
 
     def ask(session_id: str, text: str, **fields: Any) -> tuple[set[str], dict[str, Any]]:
         """A turn at the next router; returns the addresses of the workers that ran it, and its `kv`."""
-        body = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0,
-            "max_tokens": 4,
-            "ignore_eos": True,
-            "session_id": session_id,
-            "session_mode": "append",
-            "kv_compression": {"method": "full"},
-            **fields,
-        }
+        body = chat_body(text, session_id, max_tokens=4, ignore_eos=True, **WHOLE, **fields)
         before = counts()
         answer = routers.request("POST", "/v1/chat/completions", KEYS[0], json=body)
         return {address for address, count in counts().items() if count > before[address]}, answer["kv"]
@@ -140,7 +124,7 @@ def test_turns_of_a_session_go_to_its_workers_whichever_router_runs_them(routers
             assert (kv["history"], kv["history_tier"]) == ("delta", "memory"), kv
     begun = dict.fromkeys((worker.addresses["address"] for worker in routers.workers["prefill"]), 0)
     for index in range(100):  # until each worker had more than its memory
-        ran, _ = ask(f"large-{index}", make_document(20 + index, num_words=300).text)
+        ran, _ = ask(f"large-{index}", make_document(20 + index, num_words=550).text)
         for address in ran & begun.keys():
             begun[address] += 1
         if min(begun.values()) >= 5:

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.answers import chat, chat_body, known_tokens, said, stored_tokens
 from kvtest.stack import until
 
-from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.history.stored_format import read_record
-
-MAX_TOKENS = 6
 NUM_LAYERS = 4
 MOMENTS: dict[str, tuple[tuple[bytes, ...], int]] = {
     # the request that the fault comes before, and the how-manieth of its kind
@@ -76,48 +72,21 @@ class Faulty:
 
         Args: patient: while Redis is away, wait for a session that only Redis knows of.
         """
-        headers = {"Authorization": f"Bearer key-{session_id}"}
-        with httpx.Client(base_url=self.stack.base_url, headers=headers, timeout=240) as client:
-            body = {
-                "model": "demo",
-                "messages": [{"role": "user", "content": text}],
-                "session_id": session_id,
-                "session_mode": "append",
-                "temperature": 0,
-                "max_tokens": MAX_TOKENS,
-                "kv_compression": {"method": "full"},
-            }
-            deadline_s = time.monotonic() + 120
-            while (reply := client.post("/v1/chat/completions", json=body)).status_code == 503 and patient:
-                assert time.monotonic() < deadline_s, reply.text
-                time.sleep(0.2)
-            assert reply.status_code == 200, reply.text
-            answer: dict[str, Any] = reply.json()
+        fields = {"max_tokens": 6, "kv_compression": {"method": "full"}}
+        body = chat_body(text, session_id, session_mode="append", **fields)
+        answer = chat(self.stack.base_url, body, key=f"key-{session_id}", is_patient=patient)
         self.stack.wait_kept(session_id, f"key-{session_id}")
         return answer
 
     def stored_tokens(self, session_id: str) -> int:
         """Tokens of the session that Redis has KV of."""
-        with self.server.client() as admin:
-            for key in admin.keys(f"kvferry:history:*/{session_id}}}:record"):
-                session = SessionKey(owner=key.decode().split("{")[1].split("/")[0], session_id=session_id)
-                return len(read_record(admin.get(key), session).token_ids)
-        return 0
+        return stored_tokens(self.server, session_id)
 
     def misses(self) -> float:
         return float(self.stack.prefill_metric("kvferry_history_miss_total"))
 
     def choices(self, way: str, reason: str) -> float:
         return float(self.stack.prefill_metric("kvferry_history_choices_total", way=way, reason=reason))
-
-
-def known_tokens(answer: dict[str, Any]) -> int:
-    """Tokens whose KV is there after a turn: all but the last generated one's."""
-    return int(answer["usage"]["total_tokens"] - 1)
-
-
-def said(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +106,7 @@ def faulty(start_stack: Callable[..., Any]) -> Iterator[Faulty]:
 
 @pytest.fixture(scope="module")
 def lines(make_document: Callable[..., Any]) -> list[str]:
-    document = make_document(61, num_words=130, num_facts=6)
-    texts = [question for question, _ in document.questions[:4]]
-    return [f"{document.text} {texts[0]}", *texts[1:]]
+    return make_document(61, num_words=130, num_facts=6).turns(4)
 
 
 @pytest.fixture(scope="module")

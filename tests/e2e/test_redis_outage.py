@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from kvtest import short_leases
+from kvtest.answers import chat_body, said
 from kvtest.processes import Process, started
 from kvtest.redis_server import RedisServer
 
@@ -34,23 +35,15 @@ class Routers:
 
     def ask(self, router: int, session: str, content: str, max_tokens: int) -> str | None:
         """The answer; None where the turn was refused by name."""
-        body = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": content}],
-            "session_id": session,
-            "session_mode": "append",
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "logit_bias": {"6": -100},
-        }
+        fields = {"session_mode": "append", "max_tokens": max_tokens, "logit_bias": {"6": -100}}
+        body = chat_body(content, session, **fields)
         reply = httpx.post(f"{self.urls[router]}/v1/chat/completions", json=body, timeout=120)
         if reply.status_code != 200:
             error = reply.json()["error"]
             assert reply.status_code in (409, 503), reply.text
             assert error["code"] in REFUSALS, reply.text
             return None
-        answer: str = reply.json()["choices"][0]["message"]["content"]
-        return answer
+        return said(reply.json())
 
     def messages(self, router: int, session: str) -> list[str]:
         """The session's texts, once the router has them."""

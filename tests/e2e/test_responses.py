@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
-import pydantic
 import pytest
-from kvtest.stack import Stack, serving
-from kvtest.text_models import THINKING, make_text_model
+from kvtest.stack import Stack
+from kvtest.text_models import KEY, THOUGHT, WEATHER, Person
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
     {"type": "function", "name": "get_weather", "description": "?", "parameters": WEATHER, "strict": True}
 ]
 ASK: Any = {"model": "text", "input": "what is the weather like today?", "max_output_tokens": 12}
 NOT_POSSIBLE = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
-KEY = {"Authorization": "Bearer -"}
-THOUGHT: Any = {"structured_outputs": {"regex": "<think>[a-e]{4}</think>\\n\\n[0-9]{5}"}}
-
-
-class Person(pydantic.BaseModel):
-    name: Literal["Ada", "Alan"]
-    age: Literal[36, 41]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder: Path = make_text_model(tmp_path_factory.mktemp("responses"), template=THINKING)
-    with serving("--model", str(folder), "--model-name", "text", "--in-process") as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -122,7 +100,7 @@ def test_what_is_not_stored_cannot_be_continued(client: openai.OpenAI, served: S
 
 
 def test_streamed_events_come_in_order_and_make_the_same_response(client: openai.OpenAI) -> None:
-    fields: Any = {**ASK, "max_output_tokens": 60, "extra_body": {"seed": 1, **THOUGHT}}
+    fields: Any = {**ASK, "max_output_tokens": 60, "extra_body": THOUGHT}
     whole = client.responses.create(**fields)
     with client.responses.create(**fields, stream=True) as stream:
         events = list(stream)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
+from kvtest.answers import assistant, chat, chat_body, said, user
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import PRESETS, plan_for
@@ -20,29 +20,9 @@ BUDGET = 128
 
 
 def ask(stack: Any, messages: list[dict[str, str]], session_id: str, **fields: object) -> dict[str, Any]:
-    response = httpx.post(
-        f"{stack.base_url}/v1/chat/completions",
-        json={
-            "model": "demo",
-            "messages": messages,
-            "session_id": session_id,
-            "temperature": 0,
-            "max_tokens": MAX_TOKENS,
-            "kv_compression": {"method": "rocketkv", "token_budget": BUDGET},
-            **fields,
-        },
-        timeout=120,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(answer: dict[str, Any]) -> dict[str, str]:
-    return {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+    compression = {"method": "rocketkv", "token_budget": BUDGET}
+    fields = {"max_tokens": MAX_TOKENS, "kv_compression": compression, **fields}
+    return chat(stack.base_url, chat_body(messages, session_id, **fields))
 
 
 def test_turn_two_runs_only_its_new_tokens_whichever_way_the_client_continues(
@@ -62,7 +42,7 @@ def test_turn_two_runs_only_its_new_tokens_whichever_way_the_client_continues(
     run_before = stack.prefill_metric("kvferry_prefill_tokens_total")
     appended = ask(stack, [second], "e2e-append")
     append_run = stack.prefill_metric("kvferry_prefill_tokens_total") - run_before
-    resent = ask(stack, [first, assistant(answer_replace), second], "e2e-replace")
+    resent = ask(stack, [first, assistant(said(answer_replace)), second], "e2e-replace")
     resend_run = stack.prefill_metric("kvferry_prefill_tokens_total") - run_before - append_run
 
     assert appended["choices"] == resent["choices"]
@@ -103,7 +83,7 @@ def test_every_turn_equals_the_one_process_conversation(
             session=oracle,
         )
         ids = [token.token_id for token in tokens]
-        assert answer["choices"][0]["message"]["content"] == tokenizer.decode(ids)
+        assert said(answer) == tokenizer.decode(ids)
         assert answer["usage"]["completion_tokens"] == len(ids)
         end = model.spec.eos_token_ids[0]
         history = prompt + ids + ([] if ids[-1] == end else [end])

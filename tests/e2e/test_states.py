@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.answers import chat_body, said
 from kvtest.families import FAMILIES
 
 NUM_TOKENS = 60
@@ -42,26 +43,13 @@ def post(stack: Any, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def ask(stack: Any, session: str, content: str, **fields: object) -> dict[str, Any]:
-    body = {
-        "model": "hybrid",
-        "messages": [{"role": "user", "content": content}],
-        "session_id": session,
-        "temperature": 0,
-        "max_tokens": NUM_TOKENS,
-        "ignore_eos": True,
-        "kv_compression": {"method": "full"},
-        **fields,
-    }
+    whole = {"model": "hybrid", "ignore_eos": True, "kv_compression": {"method": "full"}}
+    body = chat_body(content, session, **{"max_tokens": NUM_TOKENS, **whole, **fields})
     response = post(stack, "/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     stack.wait_kept(session)
     return answer
-
-
-def content_of(answer: dict[str, Any]) -> str:
-    text: str = answer["choices"][0]["message"]["content"]
-    return text
 
 
 def test_a_conversation_runs_only_what_follows_its_last_turn(stack: Any) -> None:
@@ -78,8 +66,8 @@ def test_a_conversation_runs_only_what_follows_its_last_turn(stack: Any) -> None
 def test_a_decode_worker_that_dies_in_the_second_turn_changes_no_answer(stack: Any) -> None:
     questions = ["the red castle", "where is the green tower ?", "and the lake ?"]
     long = {"max_tokens": 300}  # so that the answer is not over before the worker is killed
-    expected = [content_of(ask(stack, "undisturbed", its, **long)) for its in questions]
-    answers = [content_of(ask(stack, "killed", questions[0], **long))]
+    expected = [said(ask(stack, "undisturbed", its, **long)) for its in questions]
+    answers = [said(ask(stack, "killed", questions[0], **long))]
     steps = stack.decode_metric("kvferry_decode_tokens_total")
 
     def kill() -> None:
@@ -89,7 +77,7 @@ def test_a_decode_worker_that_dies_in_the_second_turn_changes_no_answer(stack: A
 
     killer = threading.Thread(target=kill)
     killer.start()
-    answers += [content_of(ask(stack, "killed", its, **long)) for its in questions[1:]]
+    answers += [said(ask(stack, "killed", its, **long)) for its in questions[1:]]
     killer.join()
     assert answers == expected
     assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1
@@ -98,11 +86,11 @@ def test_a_decode_worker_that_dies_in_the_second_turn_changes_no_answer(stack: A
 def test_a_documents_states_are_continued_from(stack: Any) -> None:
     text = " ".join(f"word {number} of the castle ." for number in range(60))
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "what is there ?"}]
-    expected = content_of(ask(stack, "without", "", messages=messages))
+    expected = said(ask(stack, "without", "", messages=messages))
     request = {"id": "castle", "text": text, "kv_compression": {"method": "full"}}
     created = post(stack, "/v1/documents", request)
     assert created.status_code in (200, 201), created.text
     for number in range(2):
         answer = ask(stack, f"reader-{number}", "what is there ?", document_ids=["castle"])
         assert answer["kv"]["reused_tokens"] == created.json()["tokens"]
-        assert content_of(answer) == expected
+        assert said(answer) == expected

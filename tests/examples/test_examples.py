@@ -69,6 +69,7 @@ def test_it_runs_with_a_model_that_has_tools(tool_model: str, name: str) -> None
         assert all(cached > 0 for _, cached in counts[1:])
 
 
+@pytest.mark.full
 def test_the_notebook_runs() -> None:
     notebook: Any = nbformat.read(EXAMPLES / "compression.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3").execute()

@@ -52,7 +52,7 @@ def release(clone: Path, version: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=800)
 
 
-def tested(clone: Path, **changed: object) -> None:
+def note_tests(clone: Path, **changed: object) -> None:
     """Commit what `make test-all` writes."""
     result = {"commit": git(clone, "rev-parse", "HEAD"), "lane": "all", "counts": {"passed": 9}} | changed
     path = clone / "benchmarks" / "results" / "test-all" / "latest.json"
@@ -65,14 +65,14 @@ def tested(clone: Path, **changed: object) -> None:
 def test_what_the_whole_tests_have_not_passed_on_is_not_released(clone: Path) -> None:
     head = git(clone, "rev-parse", "HEAD")
     assert "there is no benchmarks/results/test-all/latest.json" in release(clone, "0.2.0").stderr
-    tested(clone, counts={"passed": 9, "failed": 1})
+    note_tests(clone, counts={"passed": 9, "failed": 1})
     assert "must pass" in release(clone, "0.2.0").stderr
-    tested(clone, lane="fast")
+    note_tests(clone, lane="fast")
     assert "is of lane 'fast'" in release(clone, "0.2.0").stderr
-    tested(clone, commit=f"{head} and changes")
+    note_tests(clone, commit=f"{head} and changes")
     assert "is no commit here" in release(clone, "0.2.0").stderr
     (clone / "README.md").write_text("Other words.")
-    tested(clone, commit=head)
+    note_tests(clone, commit=head)
     assert "have changed since:\nREADME.md" in release(clone, "0.2.0").stderr
     git(clone, "reset", "--quiet", "--hard", head)
 
@@ -81,7 +81,7 @@ def test_a_release_that_does_not_build_changes_nothing(clone: Path) -> None:
     path = clone / "pyproject.toml"
     path.write_text(path.read_text().replace('build-backend = "', 'build-backend = "there_is_no.'))
     git(clone, "commit", "--quiet", "--all", "--message", "broken")
-    tested(clone)
+    note_tests(clone)
     head = git(clone, "rev-parse", "HEAD")
     assert release(clone, "0.2.0").returncode != 0
     assert git(clone, "rev-parse", "HEAD") == head
@@ -104,7 +104,7 @@ def test_a_release_is_one_command(clone: Path) -> None:
     changelog.write_text("# Changelog\n\n## Unreleased\n\n- It can be released.\n\n## 0.1.0\n\n- First.\n")
     assert "uncommitted changes" in release(clone, "0.2.0").stderr
     git(clone, "commit", "--quiet", "--all", "--message", "changelog")
-    tested(clone)
+    note_tests(clone)
     assert before != changelog.read_text(encoding="utf-8")
 
     done = release(clone, "0.2.0")
@@ -130,5 +130,5 @@ def test_a_release_is_one_command(clone: Path) -> None:
     ]
     with zipfile.ZipFile(dist / "kvferry-0.2.0-py3-none-any.whl") as wheel:
         assert "Version: 0.2.0" in wheel.read("kvferry-0.2.0.dist-info/METADATA").decode()
-    tested(clone)
+    note_tests(clone)
     assert "no entries" in release(clone, "0.3.0").stderr

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-from kvtest.pair import SAMPLING, Pair, Turn
+from kvtest.pair import SAMPLING, Pair, Turn, started_pair
 from kvtest.transformers_model import plan_of, prompt_of
 
 from kvferry.kernels.native import library
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.tokenizer import ChatTokenizer
 
 pytestmark = pytest.mark.skipif(
     not library.is_available(), reason="no C compiler: torch's products depend on rows"
@@ -30,11 +27,7 @@ QUESTION = [5, 9, 11, 3]
 
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as stack:
-        model = load_model(DEMO_MODEL, name="demo", device="cpu", max_model_len=1024)
-        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
-        await made.start_prefill()
-        await made.start_decode()
+    async with started_pair(DEMO_MODEL, max_model_len=1024) as made:
         yield made
 
 

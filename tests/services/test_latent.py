@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import torch
 from kvtest.families import FAMILIES
-from kvtest.pair import SAMPLING, SESSION, Pair, Turn
+from kvtest.pair import SAMPLING, SESSION, Pair, started_pair
+from kvtest.transformers_model import prompt_of
 
-from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ParamValue
 from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
@@ -30,16 +26,8 @@ ROW_BYTES = (16 + 4) * 4
 
 @pytest_asyncio.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as stack:
-        model = load_model(FAMILIES["deepseek_v3"].save(tmp_path), device="cpu", max_model_len=512)
-        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
-        await made.start_prefill()
-        await made.start_decode()
+    async with started_pair(FAMILIES["deepseek_v3"].save(tmp_path)) as made:
         yield made
-
-
-def some_tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(8, 600, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def plan_of(method: str, **overrides: ParamValue) -> CompressionPlan:
@@ -47,23 +35,18 @@ def plan_of(method: str, **overrides: ParamValue) -> CompressionPlan:
     return plan_for(method, budget=budget, overrides=overrides)
 
 
-def shipped(turn: Turn) -> dict[str, int]:
-    """Bytes of the tensors on the wire by their kind."""
-    return {kind: size for kind, size in turn.done.bytes_by_kind.items() if size and kind != "manifest"}
-
-
 async def test_latent_rows_are_shipped_returned_and_stored_once(pair: Pair) -> None:
     spec, num_tokens = pair.model.spec, 101
     layer_row_bytes = spec.num_layers * ROW_BYTES
     assert spec.kv_token_bytes == layer_row_bytes
     assert spec.full_bytes(num_tokens) == num_tokens * layer_row_bytes
-    turn = await pair.turn(some_tokens(num_tokens, seed=1), plan_of("full"))
-    assert shipped(turn) == {"rows": num_tokens * layer_row_bytes}
+    turn = await pair.turn(prompt_of(num_tokens, seed=1), plan_of("full"))
+    assert turn.shipped == {"rows": num_tokens * layer_row_bytes}
     num_stored = num_tokens + len(turn.tokens) - 1  # the last token of a completion has no row
     assert pair.store.size_bytes == num_stored * layer_row_bytes
     assert pair.store.info(SESSION).num_tokens == num_stored
 
-    prompt = [*some_tokens(num_tokens, seed=1), *turn.tokens, *some_tokens(20, seed=2)]
+    prompt = [*prompt_of(num_tokens, seed=1), *turn.tokens, *prompt_of(20, seed=2)]
     turn = await pair.turn(prompt, plan_of("full"))
     assert turn.done.delta_bytes == 21 * layer_row_bytes
     saved = pair.prefill_metrics.kv_delta_saved_bytes.labels(spec.name, "full")._value.get()
@@ -71,7 +54,7 @@ async def test_latent_rows_are_shipped_returned_and_stored_once(pair: Pair) -> N
 
     other = SessionKey(owner="o", session_id="other")
     turn = await pair.turn(prompt, plan_of("snapkv"), session=other)
-    assert shipped(turn) == {"rows": 40 * layer_row_bytes, "index": spec.num_layers * 40 * 4}
+    assert turn.shipped == {"rows": 40 * layer_row_bytes, "index": spec.num_layers * 40 * 4}
 
 
 @pytest.mark.parametrize(
@@ -93,16 +76,16 @@ async def test_a_sessions_turns_and_a_branch_equal_the_one_process_conversation(
 ) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     plan, generator, oracle = plan_of(method, **overrides), OneProcessGenerator(pair.model), OracleSession()
-    prompt = some_tokens(120, seed=3)
+    prompt = prompt_of(120, seed=3)
     before_branch, branch = OracleSession(), prompt
     for number in range(3):
         turn = await pair.turn(prompt, plan, sampling=sampling)
         expected = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
         assert turn.tokens == [token.token_id for token in expected]
         assert turn.reused == (len(prompt) - 21 if number else 0)
-        prompt = [*prompt, *turn.tokens, *some_tokens(20, seed=10 + number)]
+        prompt = [*prompt, *turn.tokens, *prompt_of(20, seed=10 + number)]
         if number == 1:
-            before_branch, branch = copy.deepcopy(oracle), [*prompt[:170], *some_tokens(30, seed=20)]
+            before_branch, branch = copy.deepcopy(oracle), [*prompt[:170], *prompt_of(30, seed=20)]
     turn = await pair.turn(branch, plan, sampling=sampling)
     expected = generator.generate(branch, plan=plan, sampling=sampling, session=before_branch)
     assert turn.tokens == [token.token_id for token in expected]
@@ -118,5 +101,5 @@ async def test_a_method_that_treats_keys_and_values_differently_is_refused_by_na
     ]
     for method in refused:
         with pytest.raises(InvalidRequest, match=r"layer 0 has latent rows \(MLA\)") as caught:
-            await pair.turn(some_tokens(90, seed=4), plan_of(method), sampling=SAMPLING)
+            await pair.turn(prompt_of(90, seed=4), plan_of(method), sampling=SAMPLING)
         assert f"methods that do: {', '.join(applicable)}" in caught.value.message

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from kvtest.families import FAMILIES
 from kvtest.lanes import some
-from kvtest.pair import Pair
+from kvtest.pair import Pair, started_pair
 from kvtest.quantised_models import WEIGHT_ONLY, save_quantised
 from kvtest.transformers_model import Reference, greedy, plan_of, prompt_of
 
-from kvferry.models import DEMO_MODEL
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.oracle import OneProcessGenerator
 
 for name in ("accelerate", "bitsandbytes", "compressed_tensors", "torchao"):
@@ -36,11 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def pair(folder: Path) -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as stack:
-        model = load_model(folder, name="tiny", device="cpu", max_model_len=512)
-        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
-        await made.start_prefill()
-        await made.start_decode()
+    async with started_pair(folder) as made:
         yield made
 
 

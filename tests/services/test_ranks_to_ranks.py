@@ -4,7 +4,8 @@ blocks straight to the ranks of decode that have them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,16 @@ def one(folder: Path) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def prefill_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Process]]:
-    """Prefill workers by their number of ranks."""
+def prefill_worker(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Process]]:
+    """`prefill_worker(number)`: the one of so many ranks, started once."""
     logs = tmp_path_factory.mktemp("workers")
     with ExitStack() as stack:
-        waits = {
-            number: stack.enter_context(
+
+        @functools.cache
+        def worker(number: int) -> Process:
+            wait = stack.enter_context(
                 started(
                     logs,
                     f"prefill-{number}",
@@ -61,9 +66,9 @@ def prefill_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
                     *("--history-bytes", str(64 << 20)),
                 )
             )
-            for number in (2, 4)
-        }
-        yield {number: wait() for number, wait in waits.items()}
+            return wait()
+
+        yield worker
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +99,7 @@ async def a_pair(worker: Process, decode_model: LanguageModel) -> AsyncIterator[
     [
         pytest.param(1, 2, id="2 to 1", marks=pytest.mark.full),
         pytest.param(1, 4, id="4 to 1", marks=pytest.mark.full),
-        pytest.param(2, 2, id="2 to 2"),
+        pytest.param(2, 2, id="2 to 2", marks=pytest.mark.full),
         pytest.param(2, 4, id="4 to 2"),
         pytest.param(4, 2, id="2 to 4", marks=pytest.mark.full),
     ],
@@ -102,9 +107,9 @@ async def a_pair(worker: Process, decode_model: LanguageModel) -> AsyncIterator[
     scope="module",
 )
 async def test_tokens_are_those_of_one_process_over_a_session(
-    prefill_workers: dict[int, Process], decode_model: LanguageModel, one: LanguageModel, num_ranks: int
+    prefill_worker: Callable[[int], Process], decode_model: LanguageModel, one: LanguageModel, num_ranks: int
 ) -> None:
-    async with a_pair(prefill_workers[num_ranks], decode_model) as pair:
+    async with a_pair(prefill_worker(num_ranks), decode_model) as pair:
 
         async def two_turns(method: str) -> list[Turn]:
             session = SessionKey(owner="o", session_id=f"{method}-{decode_model.num_ranks}")

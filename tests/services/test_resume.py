@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import kvtest.wire as kit
 import pytest
 import pytest_asyncio
+from kvtest.pair import WAIT_S, Turn, answer
 from kvtest.ports import free_port
 from kvtest.proxy import CuttingProxy, CuttingRingProxy
 
@@ -19,13 +20,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import (
-    GenerateRequest,
-    PrefillRequest,
-    TicketIssued,
-    TokenGenerated,
-    TransferDone,
-)
+from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
@@ -39,7 +34,6 @@ from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, Sha
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvferry.tools.oracle import OneProcessGenerator
 
-WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = [10 + (7 * n) % 300 for n in range(160)]
 CREDIT_BYTES = 16_000
@@ -90,33 +84,16 @@ class CutPair:
             sender=sender(),
         )
 
-    async def generate(self, number: int, method: str) -> tuple[list[int], TransferDone]:
+    async def generate(self, number: int, method: str) -> Turn:
         plan = plan_for(method, budget=None if method == "full" else Budget(tokens=48))
-        request_id, fingerprint = f"r{method}{number}", self.model.spec.fingerprint
-        stream = self.decode.generate(
-            GenerateRequest(
-                request_id=request_id,
-                model_fingerprint=fingerprint,
-                prompt_token_ids=tuple(PROMPT),
-                plan=plan,
-                sampling=SAMPLING,
-            ),
-            timeout_s=WAIT_S,
+        request = GenerateRequest(
+            request_id=f"r{method}{number}",
+            model_fingerprint=self.model.spec.fingerprint,
+            prompt_token_ids=tuple(PROMPT),
+            plan=plan,
+            sampling=SAMPLING,
         )
-        async with aclosing(stream):
-            issued = await anext(stream)
-            assert isinstance(issued, TicketIssued)
-            request = PrefillRequest(
-                request_id=request_id,
-                model_fingerprint=fingerprint,
-                prompt_token_ids=tuple(PROMPT),
-                sampling=SAMPLING,
-                ticket=issued.ticket,
-            )
-            first, done = [event async for event in self.prefill.prefill(request, timeout_s=WAIT_S)]
-            rest = [event.token.token_id async for event in stream if isinstance(event, TokenGenerated)]
-        assert isinstance(done, TransferDone)
-        return [first.token.token_id, *rest], done
+        return await answer(self.prefill, self.decode, request)
 
     def counted(self, name: str) -> float:
         families = {family.name: family for family in self.metrics.registry.collect()}
@@ -182,11 +159,11 @@ async def test_a_transfer_cut_at_any_block_goes_on_with_no_token_run_twice(
             for name in ("prefill_tokens", "kv_transfer_bytes", "kv_resent_bytes")
         )
         pair.proxy.cuts, pair.proxy.forwarded_bytes = [cut], 0
-        tokens, done = await pair.generate(cut, method)
-        assert tokens == expected
+        turn = await pair.generate(cut, method)
+        assert turn.tokens == expected
         assert pair.counted("kvferry_prefill_tokens") - run == len(PROMPT)
         shipped_bytes = pair.counted("kvferry_kv_transfer_bytes") - shipped
-        assert shipped_bytes == sum(done.bytes_by_kind.values())
+        assert shipped_bytes == sum(turn.done.bytes_by_kind.values())
         resent_bytes = pair.counted("kvferry_kv_resent_bytes") - resent
         # of what was in flight when the connection was cut; with the default credit that may be all of it
         assert resent_bytes <= min(pair.credit_bytes, shipped_bytes - resent_bytes)

@@ -7,7 +7,6 @@ import asyncio
 import copy
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ import pytest
 import pytest_asyncio
 import torch
 from kvtest.families import FAMILIES
-from kvtest.pair import SESSION, Pair, Turn
+from kvtest.pair import SESSION, Pair, Turn, started_pair
 from kvtest.transformers_model import Reference, greedy, plan_of, prompt_of
 
-from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.formats.state import StateLayer
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 FULL = plan_for("full")
@@ -47,21 +43,12 @@ def folder(family: str, tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def pair(folder: Path) -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as stack:
-        model = load_model(folder, device="cpu", max_model_len=1024)
-        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
-        await made.start_prefill()
-        await made.start_decode()
+    async with started_pair(folder, max_model_len=1024) as made:
         yield made
 
 
 def state_bytes(pair: Pair) -> int:
     return sum(its.state_bytes for its in pair.model.spec.layers)
-
-
-def shipped(turn: Turn) -> dict[str, int]:
-    """Bytes of the tensors on the wire by their kind."""
-    return {kind: size for kind, size in turn.done.bytes_by_kind.items() if size and kind != "manifest"}
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "mamba2", "nemotron_h"])
@@ -70,7 +57,7 @@ async def test_states_are_shipped_whole_beside_the_rows_of_layers_that_attend(pa
     row_bytes = 2 * len(spec.row_layers) * spec.num_kv_heads * spec.row_bytes(0)
     turn = await pair.turn(prompt_of(num_tokens, seed=1), FULL)
     expected = {"state": state_bytes(pair), "rows": num_tokens * row_bytes}
-    assert shipped(turn) == {kind: size for kind, size in expected.items() if size}
+    assert turn.shipped == {kind: size for kind, size in expected.items() if size}
     assert spec.full_bytes(num_tokens) == num_tokens * row_bytes + state_bytes(pair)
     # the rows of all tokens but the last, and the states after the prompt and after the turn
     num_stored = num_tokens + len(turn.tokens) - 1
@@ -80,8 +67,8 @@ async def test_states_are_shipped_whole_beside_the_rows_of_layers_that_attend(pa
     if spec.row_layers:
         other = SessionKey(owner="o", session_id="other")
         turn = await pair.turn(prompt_of(num_tokens, seed=1), plan_of("snapkv"), session=other)
-        assert shipped(turn)["state"] == state_bytes(pair)
-        assert shipped(turn)["rows"] == 20 * row_bytes
+        assert turn.shipped["state"] == state_bytes(pair)
+        assert turn.shipped["rows"] == 20 * row_bytes
 
 
 @pytest.mark.covering(1)

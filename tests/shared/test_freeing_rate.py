@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from kvtest.clock import Clock
+
 from kvferry.shared.freeing_rate import LONGEST_S, FreeingRate
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_before_anything_was_freed_the_callers_guess_is_said() -> None:
@@ -21,10 +16,10 @@ def test_the_wait_is_the_amount_by_the_rate_and_grows_while_nothing_ends() -> No
     clock = Clock()
     rate = FreeingRate(clock)
     for _ in range(5):
-        clock.now_s += 4.0
+        clock.turn(4.0)
         rate.add(2)
     assert (rate.wait_s(1), rate.wait_s(3)) == (2.0, 6.0)
-    clock.now_s += 20.0
+    clock.turn(20.0)
     assert rate.wait_s(1) == 4.0
 
 
@@ -33,7 +28,7 @@ def test_it_is_bounded_on_both_sides() -> None:
     rate = FreeingRate(clock)
     rate.add(1000)
     assert rate.wait_s(1) == 1.0
-    clock.now_s += 1e6
+    clock.turn(1e6)
     assert rate.wait_s(1000) == LONGEST_S
 
 
@@ -41,6 +36,6 @@ def test_what_is_long_ago_is_forgotten() -> None:
     clock = Clock()
     rate = FreeingRate(clock)
     for seconds in (100.0,) * 64 + (2.0,) * 80:
-        clock.now_s += seconds
+        clock.turn(seconds)
         rate.add(1)
     assert rate.wait_s(1) == 2.0

@@ -22,7 +22,7 @@ from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
-from kvferry.shared.control.messages import GenerateRequest, TicketIssued
+from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -188,6 +188,12 @@ def named(fmt, tensors):
     return [NamedTensor(name=name, tensor=its, kind=fmt.kinds[name]) for name, its in tensors.items()]
 
 
+def end_with(first_token):
+    """A transfer's end; its sender fills the rest in."""
+    key = TransferKey(transfer_id=0, generation=0)
+    return EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=first_token)
+
+
 class Shipper:
     """The prefill side: ships a prompt's cache to a ticket."""
 
@@ -214,8 +220,7 @@ class Shipper:
         cache = PromptCache(self.model, request)
         transfer = self.open(request, ticket, measured=cache.measured, **changes)
         self.send(transfer, cache)
-        key = TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation)
-        transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=cache.first_token))
+        transfer.finish(end_with(cache.first_token))
         transfer.wait(20)
         return cache.first_token
 
@@ -310,6 +315,46 @@ class Harness:
         first, events = await self.run(request, **changes)
         return [first.token_id, *(e.token.token_id for e in events if hasattr(e, "token"))]
 
+    async def together(self, requests, *, timeout_s=600):
+        """The completions' tokens of requests that are all there before the first one's prompt is."""
+        async with contextlib.AsyncExitStack() as stack:
+            streams, tickets = [], []
+            for request in requests:
+                stream = self.service.generate(request, timeout_s=timeout_s)
+                streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
+                tickets.append((await anext(stream)).ticket)
+            firsts = [
+                await asyncio.to_thread(self.shipper.ship, request, ticket)
+                for request, ticket in zip(requests, tickets, strict=True)
+            ]
+            return [
+                [first, *[event.token async for event in stream if hasattr(event, "token")]]
+                for first, stream in zip(firsts, streams, strict=True)
+            ]
+
+    async def one_joins(self, first, second, *, timeout_s=600):
+        """The completions' token ids of two requests, of which the second comes when the first has three."""
+        joined, completions = asyncio.Event(), ([], [])
+
+        async def run(request, token_ids):
+            stream = self.service.generate(request, timeout_s=timeout_s)
+            async with contextlib.aclosing(stream):
+                ticket = (await anext(stream)).ticket
+                token = await asyncio.to_thread(self.shipper.ship, request, ticket)
+                token_ids.append(token.token_id)
+                async for event in stream:
+                    if isinstance(event, TokenGenerated):
+                        token_ids.append(event.token.token_id)
+                        if len(completions[0]) == 3:
+                            joined.set()
+
+        async def run_later():
+            await joined.wait()
+            await run(second, completions[1])
+
+        await asyncio.gather(run(first, completions[0]), run_later())
+        return list(completions)
+
     async def arena_is_free(self, *, within_s=30.0):
         """Whether every byte comes back in time."""
         arena = self.service.arena
@@ -368,6 +413,19 @@ def ticket_of():
         event = await anext(stream)
         assert isinstance(event, TicketIssued)
         return stream, event.ticket
+
+    return start
+
+
+@pytest.fixture
+def begin(harness, ticket_of):
+    """Starts a request whose prompt may be shipped: `made, stream, transfer, cache = await begin(request)`."""
+
+    async def start(request, **config):
+        made = await harness(**config)
+        stream, ticket = await ticket_of(made.service, request)
+        transfer = made.shipper.open(request, ticket)
+        return made, stream, transfer, PromptCache(made.shipper.model, request)
 
     return start
 

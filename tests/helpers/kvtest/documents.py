@@ -28,6 +28,11 @@ class Document:
     text: str
     questions: tuple[tuple[str, str], ...]
 
+    def turns(self, number: int) -> list[str]:
+        """Return what is said in so many turns: first the text with a question, then a question each."""
+        first, *others = (question for question, _ in self.questions[:number])
+        return [f"{self.text} {first}", *others]
+
 
 def make_document(seed: int, *, num_words: int, num_facts: int = 8) -> Document:
     """Filler sentences with `num_facts` four-digit facts among them: `num_words` words or slightly more."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from kvferry.services.launcher import process
 from kvferry.services.launcher.child import run_service
 from kvferry.services.launcher.process import process_context
+from kvferry.shared.model.parallel import follower
 
 
 class Forked:
@@ -29,12 +30,17 @@ class Forked:
 
     Args:
         main: what runs in it, with `sys.argv[1:]` as given; it may raise SystemExit.
-        log: where its output is appended.
+        log: where its output is appended; None: it goes where that of the tests goes.
         environment: all of its variables.
     """
 
     def __init__(
-        self, main: Callable[[], None], arguments: Sequence[str], *, log: Path, environment: Mapping[str, str]
+        self,
+        main: Callable[[], None],
+        arguments: Sequence[str],
+        *,
+        log: Path | None,
+        environment: Mapping[str, str],
     ) -> None:
         context = process_context("cpu")
         parent: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -44,7 +50,7 @@ class Forked:
             args=(
                 main,
                 [str(argument) for argument in arguments],
-                str(log),
+                log,
                 dict(environment),
                 parent._forkserver_address,
             ),
@@ -81,14 +87,15 @@ class Forked:
 def _run(
     main: Callable[[], None],
     arguments: Sequence[str],
-    log: str,
+    log: Path | None,
     environment: Mapping[str, str],
     forkserver_address: str,
 ) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.close(output)
+    if log is not None:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["kvferry", *arguments]
@@ -118,3 +125,19 @@ def _run_service(
     os.environ.clear()
     os.environ.update(environment)
     run_service(arguments, variables, lifeline)
+
+
+def fork_follower(
+    command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
+) -> Forked:
+    """Start a follower of `shared/model/parallel/lead.py`, in place of `subprocess.Popen`.
+
+    Args: command: of Python, which ends with the descriptors and the follower's class.
+    """
+    descriptors = [reduction.DupFd(descriptor) for descriptor in pass_fds]
+    return Forked(partial(_follow, descriptors), command[-1:], log=None, environment=env)
+
+
+def _follow(descriptors: Sequence[Any]) -> None:
+    sys.argv[1:1] = [str(descriptor.detach()) for descriptor in descriptors]
+    follower.main()

@@ -5,9 +5,10 @@ Rows encode their layer, token, position and head, so that a wrong row anywhere 
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,31 @@ def rows(layer: int, token_ids: tuple[int, ...], start: int) -> Tensor:
     return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
 
 
+def stage(turn: StagedTurn, token_ids: tuple[int, ...], start: int) -> None:
+    """Append the rows of these tokens to every layer."""
+    for layer in range(LAYERS):
+        new = rows(layer, token_ids, start)
+        turn.append(layer, new, -new)
+
+
+def assert_loaded(turn: StagedTurn, layer: int, token_ids: tuple[int, ...]) -> None:
+    """Load a layer's history, which is the rows of these tokens."""
+    loaded = turn.load(layer)
+    if not token_ids:
+        assert loaded is None
+        return
+    assert loaded is not None
+    expected = rows(layer, token_ids, 0)
+    assert torch.equal(loaded[0], expected)
+    assert torch.equal(loaded[1], -expected)
+
+
+def tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Return random token ids."""
+    generator = random.Random(seed)
+    return tuple(generator.randrange(1, 900) for _ in range(num_tokens))
+
+
 class Worker:
     """One prefill worker's store: with Redis if it has a URL, with a folder if it has one. `misses` and
     `failures` count what metrics would."""
@@ -47,6 +73,7 @@ class Worker:
     link: RedisLink
     remote: RedisHistory
     disk: DiskHistory
+    lowest: RedisHistory | DiskHistory
 
     def __init__(
         self,
@@ -95,12 +122,14 @@ class Worker:
                 folder, max_bytes=disk_max_bytes, shape=shape, ttl_s=1000, value_bytes=value_bytes
             )
             self.store.add_tier(self.disk, **tier)
+            self.lowest = self.disk
         if url:
             options = RedisOptions(url=url, timeout_s=timeout_s, backoff_s=0.001, breaker_open_s=retry_s)
             self.link = RedisLink(options)
             quota = RedisQuota(self.link, max_bytes=redis_max_bytes, ttl_s=1000)
             self.remote = RedisHistory(self.link, quota, shape=shape, ttl_s=1000, value_bytes=value_bytes)
             self.store.add_tier(self.remote, **tier)
+            self.lowest = self.remote
         self._count = 0
 
     def evict(self, session: SessionKey) -> None:
@@ -126,14 +155,7 @@ class Worker:
         reused = turn.reused_tokens
         for layer in range(LAYERS):
             at_layer(layer)
-            loaded = turn.load(layer)
-            if reused == 0:
-                assert loaded is None
-            else:
-                assert loaded is not None
-                expected = rows(layer, prompt[:reused], 0)
-                assert torch.equal(loaded[0], expected)
-                assert torch.equal(loaded[1], -expected)
+            assert_loaded(turn, layer, prompt[:reused])
             new = rows(layer, prompt[reused:], reused)
             turn.append(layer, new, -new)
 
@@ -150,13 +172,26 @@ class Worker:
         """A whole turn; returns its reused tokens. Args: options: of `HistoryStore.begin`."""
         turn = self.begin(session, prompt, **options)
         reused = self.run(turn, prompt, at_layer)
-        for layer in range(LAYERS):
-            # the last generated token has no KV
-            new = rows(layer, generated[:-1], len(prompt))
-            turn.append(layer, new, -new)
+        stage(turn, generated[:-1], len(prompt))  # the last generated token has no KV
         before_commit()
         turn.commit(prompt + generated)
         return reused
+
+
+def fifty_turns(session: SessionKey, workers: Sequence[Worker]) -> tuple[int, ...]:
+    """Run a conversation, of which some turns branch, on any of the workers; returns what was said."""
+    generator = random.Random(3)
+    said: tuple[int, ...] = ()
+    for number in range(50):
+        # one turn in five goes back to an earlier point and on from there
+        kept = said if generator.random() > 0.2 else said[: generator.randrange(len(said) + 1)]
+        prompt = kept + tokens(generator.randrange(1, 6), seed=number)
+        answer = tokens(3, seed=1000 + number)
+        reused = generator.choice(workers).turn(session, prompt, answer)
+        # all that was said before has KV but the last token; the prompt's last token is run in any case
+        assert reused == min(max(0, len(said) - 1), len(kept), len(prompt) - 1)
+        said = prompt + answer
+    return said
 
 
 @pytest.fixture
@@ -185,3 +220,11 @@ def make_disk_worker(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     yield make
     for worker in made:
         worker.store.close()
+
+
+@pytest.fixture(params=["redis", "disk"])
+def make_any_worker(request: pytest.FixtureRequest) -> Callable[..., Worker]:
+    """`make_any_worker(**options)`: workers that share one tier, of either kind."""
+    fixture = "make_worker" if request.param == "redis" else "make_disk_worker"
+    make: Callable[..., Worker] = request.getfixturevalue(fixture)
+    return make

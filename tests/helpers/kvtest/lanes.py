@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 FAST_EXAMPLES, ALL_EXAMPLES = 25, 200
@@ -57,9 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def some(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Return all values as parameters, of which those that are not among `fast` run with `--all` only."""
-    everything = list(values)
-    assert all(value in everything for value in fast), f"{fast} are not all among {everything}"
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.full) for value in everything]
+    params = [value if isinstance(value, ParameterSet) else pytest.param(value) for value in values]
+    known = [param.values[0] for param in params]
+    assert all(value in known for value in fast), f"{fast} are not all among {known}"
+    return [
+        param
+        if param.values[0] in fast
+        else pytest.param(*param.values, marks=[*param.marks, pytest.mark.full], id=param.id)
+        for param in params
+    ]
 
 
 def _beyond_covering(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
@@ -29,6 +31,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
@@ -53,6 +56,39 @@ class Turn:
     @property
     def tokens(self) -> list[int]:
         return [its.token_id for its in self.sampled]
+
+    @property
+    def shipped(self) -> dict[str, int]:
+        """Return the bytes of the tensors on the wire by their kind."""
+        return {kind: size for kind, size in self.done.bytes_by_kind.items() if size and kind != "manifest"}
+
+
+async def answer(
+    prefill: PrefillService,
+    decode: DecodeService,
+    request: GenerateRequest,
+    forge: Callable[[Ticket], Ticket] = lambda ticket: ticket,
+) -> Turn:
+    """Run a request through both. Args: forge: what prefill is given for decode's ticket."""
+    stream = decode.generate(request, timeout_s=WAIT_S)
+    async with aclosing(stream):
+        issued = await anext(stream)
+        assert isinstance(issued, TicketIssued)
+        asked = PrefillRequest(
+            request_id=request.request_id,
+            model_fingerprint=request.model_fingerprint,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            ticket=forge(issued.ticket),
+            session=request.session,
+        )
+        first, done = [event async for event in prefill.prefill(asked, timeout_s=WAIT_S)]
+        rest = [event async for event in stream]
+    assert isinstance(first, FirstToken)
+    assert isinstance(done, TransferDone)
+    assert isinstance(rest[-1], HistoryReturned) == request.store_history
+    drawn = [event.token for event in rest if isinstance(event, TokenGenerated)]
+    return Turn(ticket=issued.ticket, sampled=[first.token, *drawn], done=done, reused=first.reused_tokens)
 
 
 @dataclass(kw_only=True)
@@ -112,45 +148,31 @@ class Pair:
         forge: Callable[[Ticket], Ticket] = lambda ticket: ticket,
     ) -> Turn:
         """A whole turn, committed. Args: forge: what prefill is given for decode's ticket."""
-        request_id, fingerprint = f"r{next(self._ids)}", self.model.spec.fingerprint
-        stream = self.decode.generate(
-            GenerateRequest(
-                request_id=request_id,
-                model_fingerprint=fingerprint,
-                prompt_token_ids=tuple(prompt),
-                plan=plan,
-                sampling=sampling,
-                store_history=True,
-                session=session,
-            ),
-            timeout_s=WAIT_S,
+        request = GenerateRequest(
+            request_id=f"r{next(self._ids)}",
+            model_fingerprint=self.model.spec.fingerprint,
+            prompt_token_ids=tuple(prompt),
+            plan=plan,
+            sampling=sampling,
+            store_history=True,
+            session=session,
         )
-        async with aclosing(stream):
-            issued = await anext(stream)
-            assert isinstance(issued, TicketIssued)
-            request = PrefillRequest(
-                request_id=request_id,
-                model_fingerprint=fingerprint,
-                prompt_token_ids=tuple(prompt),
-                sampling=sampling,
-                ticket=forge(issued.ticket),
-                session=session,
-            )
-            shipped = [event async for event in self.prefill.prefill(request, timeout_s=WAIT_S)]
-            rest = [event async for event in stream]
-        first, done = shipped
-        assert isinstance(first, FirstToken)
-        assert isinstance(done, TransferDone)
-        assert isinstance(rest[-1], HistoryReturned)
-        drawn = [event.token for event in rest if isinstance(event, TokenGenerated)]
-        turn = Turn(
-            ticket=issued.ticket, sampled=[first.token, *drawn], done=done, reused=first.reused_tokens
-        )
-        await self.prefill.commit_turn(
-            CommitTurnRequest(request_id=request_id, session=session, token_ids=(*prompt, *turn.tokens)),
-            timeout_s=WAIT_S,
-        )
+        turn = await answer(self.prefill, self.decode, request, forge)
+        said = (*prompt, *turn.tokens)
+        commit = CommitTurnRequest(request_id=request.request_id, session=session, token_ids=said)
+        await self.prefill.commit_turn(commit, timeout_s=WAIT_S)
         return turn
 
     def retained_bytes(self) -> int:
         return self.decode.arena.bytes_by_state()["retained"]
+
+
+@asynccontextmanager
+async def started_pair(folder: Path, *, max_model_len: int = 512) -> AsyncIterator[Pair]:
+    """One of the model in a folder, with the demo model's tokenizer."""
+    async with AsyncExitStack() as stack:
+        model = load_model(folder, device="cpu", max_model_len=max_model_len)
+        made = Pair(model=model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
+        await made.start_prefill()
+        await made.start_decode()
+        yield made

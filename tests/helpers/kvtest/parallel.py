@@ -1,15 +1,30 @@
-"""A model in several ranks, and its tokens beside those of one: equal, or different at a tie in rounding."""
+"""A model in several ranks, decode services over it, and its tokens beside those of one: equal, or different
+at a tie in rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from kvferry.models import DEMO_MODEL
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.parallel import lead
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.worker import ProcessTransport, RankTransport
+from kvtest.decode import Harness, serialise_prefill
+from kvtest.forked import fork_follower
 
+SETTINGS = DecodeConfig(tensor_parallel=2)
 TIE = 1e-3
 """Two tokens whose log probabilities differ by less are a tie: float32 sums of a few hundred terms, in
 another order, through some layers."""
@@ -19,20 +34,64 @@ another order, through some layers."""
 def in_ranks(folder: Path, num_ranks: int, follower_class: str = DECODE_RANK) -> Iterator[ParallelModel]:
     """A model in so many ranks of decode or prefill, one thread each; no rank may be lost meanwhile."""
     lost: list[Exception] = []
-    model = load_parallel_model(
-        folder,
-        name="m",
-        num_ranks=num_ranks,
-        on_lost=lost.append,
-        device="cpu",
-        num_threads=num_ranks,
-        follower_class=follower_class,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        forking = SimpleNamespace(**vars(subprocess) | {"Popen": fork_follower})
+        patch.setattr(lead, "subprocess", forking)
+        model = load_parallel_model(
+            folder,
+            name="m",
+            num_ranks=num_ranks,
+            on_lost=lost.append,
+            device="cpu",
+            num_threads=num_ranks,
+            follower_class=follower_class,
+        )
     try:
         yield model
     finally:
         model.close()
     assert not lost
+
+
+@pytest.fixture(scope="module")
+def one() -> LanguageModel:
+    return load_model(DEMO_MODEL, name="m", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[ParallelModel]:
+    """The same model in two ranks of decode."""
+    with in_ranks(DEMO_MODEL, 2) as model:
+        yield model
+
+
+@asynccontextmanager
+async def started(
+    model: LanguageModel,
+    one: LanguageModel,
+    *,
+    straight: bool = False,
+    hub: ProcessTransport | None = None,
+    **config: Any,
+) -> AsyncIterator[Harness]:
+    """A decode service, before one rank of prefill, whose arena is free at the end.
+
+    Args:
+        straight: each rank takes its heads' blocks itself, through a socket of its own.
+        hub: of the first rank then.
+    """
+    options: dict[str, Any] = {"arena_bytes": 1 << 24}
+    if straight or hub is not None:
+        options["hub"] = hub or ProcessTransport(SETTINGS, None)
+        options["rank_transport"] = RankTransport.of(SETTINGS, "decode")
+    made = Harness(model=model, prefill_model=one, **(options | config))
+    serialise_prefill(made)
+    await made.service.start()
+    try:
+        yield made
+        assert await made.arena_is_free()
+    finally:
+        await made.close()
 
 
 def same_or_tied(tokens: Sequence[int], expected: Sequence[SampledToken]) -> int:

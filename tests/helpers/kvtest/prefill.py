@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
+    CommitTurnRequest,
     FirstToken,
+    HistoryInfo,
     PrefillEvent,
     PrefillRequest,
     SessionKey,
@@ -46,6 +49,7 @@ from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
+from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvtest.clock import Clock
 
 WAIT_S = 60.0
@@ -261,6 +265,64 @@ class Harness:
         assert isinstance(done, TransferDone)
         return first, done
 
+    async def commit(self, request: PrefillRequest, token_ids: tuple[int, ...] | None = None) -> HistoryInfo:
+        """End a request's turn. Args: token_ids: all that were said, by default the prompt alone."""
+        assert request.session is not None
+        said = request.prompt_token_ids if token_ids is None else token_ids
+        turn = CommitTurnRequest(request_id=request.request_id, session=request.session, token_ids=said)
+        return await self.service.commit_turn(turn, timeout_s=10)
+
+    async def second_turn(
+        self, prompt: tuple[int, ...], plan: CompressionPlan, *, num_new: int
+    ) -> tuple[PrefillRequest, TransferDone]:
+        """Run the turn of `num_new` more tokens in a session that had one of the prompt."""
+        session = SessionKey(owner="alice", session_id="a")
+        request = self.request(prompt, plan=plan, session=session)
+        await self.run(request)
+        await self.commit(request)
+        second = self.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=session)
+        first, done = await self.run(second)
+        assert first.reused_tokens == len(prompt)
+        return second, done
+
+    def sent(self, request: PrefillRequest) -> list[dict[str, Tensor]]:
+        """Return each layer's tensors as they came for a request."""
+        return [self.sink.tensors(key_of(request), layer) for layer in range(self.model.spec.num_layers)]
+
+    def oracle(
+        self, request: PrefillRequest, earlier: tuple[int, ...] | None = None
+    ) -> tuple[CapturedPrompt, Continuation]:
+        """Return what one process makes of a request's prompt. Args: earlier: the prompt of its history."""
+        generator = OneProcessGenerator(self.model.model)
+        before = None if earlier is None else generator.capture(list(earlier))
+        captured = generator.capture(list(request.prompt_token_ids), earlier=before)
+        plan, max_new_tokens = plan_of(request).plan, request.sampling.max_tokens
+        return captured, generator.compress(captured, plan=plan, max_new_tokens=max_new_tokens)
+
+    def assert_sent(self, request: PrefillRequest, expected: Continuation) -> None:
+        """Check every tensor on the wire, bit for bit."""
+        for layer, (sent, kept) in enumerate(zip(self.sent(request), expected.compressed, strict=True)):
+            assert list(sent) == list(kept)
+            assert all(torch.equal(sent[name], tensor) for name, tensor in kept.items()), layer
+
+    def assert_same_rows(self, request: PrefillRequest, other: PrefillRequest) -> None:
+        """Check that the K and V of two requests came as nearly the same."""
+        for ours, expected in zip(self.sent(request), self.sent(other), strict=True):
+            for name in ("keys", "values"):
+                torch.testing.assert_close(ours[name], expected[name], atol=1e-3, rtol=1e-3)
+
+    def count_live(self) -> list[int]:
+        """Return a list that gets, at each layer, of how many layers so far the keys live."""
+        seen: list[weakref.ref[Tensor]] = []
+        live: list[int] = []
+
+        def count(layer: int, keys: Tensor) -> None:
+            seen.append(weakref.ref(keys))
+            live.append(sum(ref() is not None for ref in seen))
+
+        self.model.on_layer = count
+        return live
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum over a sample's label sets that include these labels."""
         return sum(
@@ -271,6 +333,17 @@ class Harness:
         )
 
     eventually = staticmethod(eventually)
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Return random words of the demo model."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
+
+
+def key_of(request: PrefillRequest) -> TransferKey:
+    """Return the key of the transfer that a request's ticket is for."""
+    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
 
 
 def plan_of(request: PrefillRequest) -> ResolvedPlan:

@@ -97,6 +97,17 @@ class Stack:
         return sum(len(worker.active) for worker in [*self.prefill, *self.decode])
 
 
+async def say(stack: Stack, content: str, session_id: str = "s", *, client: Any = None, **extra: Any) -> Any:
+    """Run a session's next turn. Args: client: another key's; extra: fields of ours."""
+    return await (client or stack.client).chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=4,
+        extra_body={"session_id": session_id, "session_mode": "append", **extra},
+    )
+
+
 def text_of(prompt_words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt_words}]
 

@@ -39,7 +39,7 @@ from kvferry.shared.control.messages import (
     TransferDone,
     WorkerStatus,
 )
-from kvferry.shared.errors import KvferryError, TransferFailed
+from kvferry.shared.errors import KvferryError, TransferFailed, WorkerUnavailable
 from kvferry.shared.history.records import BLOCK_TOKENS, block_hashes
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
@@ -102,6 +102,20 @@ class Wire:
                 layers=spec.layers,
             ),
         )
+
+
+def failing_at(count: int, error: KvferryError) -> Callable[[int], None]:
+    """Return a fault that raises once so many tokens were sent."""
+
+    def fault(num_tokens: int) -> None:
+        if num_tokens == count:
+            raise error
+
+    return fault
+
+
+def lost() -> KvferryError:
+    return WorkerUnavailable("the connection broke")
 
 
 def _open() -> asyncio.Event:

@@ -42,6 +42,17 @@ class ReplayingDevice(StepDevice):
         return copies, lambda: next(polls, True)
 
 
+class CountingDevice(ReplayingDevice):
+    """Counts captures."""
+
+    def __init__(self):
+        self.num_captures = 0
+
+    def capture(self, run):
+        self.num_captures += 1
+        return super().capture(run)
+
+
 @pytest.fixture
 def runs_ahead(interpreter, monkeypatch):
     monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())

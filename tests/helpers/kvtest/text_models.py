@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
+import pydantic
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -52,12 +54,28 @@ LLAMA = (
 )
 """Calls as Llama 3 writes them: one, without a mark."""
 THINKING = HERMES.replace("{{ '<|im_start|>assistant", "{# <think></think> #}{{ '<|im_start|>assistant")
+THOUGHT: Any = {"seed": 1, "structured_outputs": {"regex": "<think>[a-e]{4}</think>\\n\\n[0-9]{5}"}}
+"""Has a random model think, and answer."""
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+KEY = {"Authorization": "Bearer -"}
 _CORPUS = [
     '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3, "unit": null, "detailed": true}}',
     "the quick brown fox jumps over the lazy dog, and then it is done. what is the weather like today?",
     "[1, 2, 3, -4.5, 1e10]\n\t<tool_call>\n</tool_call> naïve café → 你好",
 ]
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]")
+
+
+class Person(pydantic.BaseModel):
+    """What a structured answer is parsed to."""
+
+    name: Literal["Ada", "Alan"]
+    age: Literal[36, 41]
 
 
 def byte_level_tokenizer(vocab_size: int = 420, added: tuple[str, ...] = ()) -> Tokenizer:

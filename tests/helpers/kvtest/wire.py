@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,13 @@ class Wire:
         self._closers.append(sender.close)
         return sender
 
+    def begin(
+        self, sink: BlockSink, manifest: Manifest, **options: Any
+    ) -> tuple[BlockServer, BlockSender, OutgoingTransfer]:
+        """Begin a transfer between a new server and a new sender. Args: options: of the sender."""
+        server, sender = self.server(sink), self.sender(**options)
+        return server, sender, open_transfer(sender, server, manifest)
+
     def bare(self, endpoint: str) -> BarePeer:
         peer = BarePeer(self._connecting(), endpoint)
         self._closers.append(peer.close)
@@ -321,6 +329,12 @@ def make_ticket(manifest: Manifest, endpoint: str, *, credit_bytes: int = 32 << 
     )
 
 
+def open_transfer(
+    sender: BlockSender, server: BlockServer, manifest: Manifest, *, timeout_s: float = WAIT_S
+) -> OutgoingTransfer:
+    return sender.open(make_ticket(manifest, server.endpoint), manifest, timeout_s=timeout_s)
+
+
 Layers = list[list[NamedTensor]]
 
 
@@ -398,16 +412,17 @@ needs_shared_memory = pytest.mark.skipif(
 needs_nixl = pytest.mark.skipif(sys.platform != "linux", reason="NIXL exists for Linux only")
 
 
-@pytest.fixture(
-    params=[
-        "inproc",
-        "tcp",
-        "sealed",
-        "ipc",
-        pytest.param("shm", marks=needs_shared_memory),
-        pytest.param("nixl", marks=needs_nixl),
-    ]
-)
+TRANSPORTS = [
+    "inproc",
+    "tcp",
+    "sealed",
+    "ipc",
+    pytest.param("shm", marks=needs_shared_memory),
+    pytest.param("nixl", marks=needs_nixl),
+]
+
+
+@pytest.fixture(params=TRANSPORTS)
 def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     wire = Wire(request.param, tmp_path_factory.mktemp("w"))
     yield wire

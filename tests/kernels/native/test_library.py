@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from kvtest.native_batches import HEADS, batch_shape
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens
+from kvferry.kernels.decode_batch import CachedRows, NewTokens
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.native import library as native
 from kvferry.kernels.quarantine import quarantined, release_all
@@ -50,6 +52,7 @@ def test_a_compiler_that_fails_is_a_reason(home: Path, monkeypatch: pytest.Monke
     assert not list(home.iterdir())
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_folder_that_others_may_write_to_is_not_used(home: Path) -> None:
     home.mkdir(parents=True)
@@ -107,7 +110,7 @@ def test_code_that_does_not_agree_with_torch_is_refused(
         native.load(native._compiled())
 
 
-HEADS, GROUP, CAPACITY = 2, 3, 70
+GROUP, CAPACITY = 3, 70
 
 
 def batch_of(lengths: list[int], head_dim: int) -> tuple[DenseBatch, list[CachedRows], Tensor]:
@@ -118,15 +121,7 @@ def batch_of(lengths: list[int], head_dim: int) -> tuple[DenseBatch, list[Cached
     for slot, length in enumerate(lengths):
         arena[slot, :, :, :length] = torch.randn(2, HEADS, length, head_dim, generator=generator)
         rows.append(CachedRows(keys=arena[slot, 0], values=arena[slot, 1], length=length))
-    shape = BatchShape(
-        num_layers=1,
-        num_slots=len(lengths),
-        num_kv_heads=HEADS,
-        group_size=GROUP,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    shape = batch_shape(len(lengths), group_size=GROUP, head_dim=head_dim)
     return DenseBatch(shape, arena.view(-1)), rows, arena
 
 
@@ -218,13 +213,5 @@ def test_it_is_for_float32_and_for_few_threads(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dispatch, "NATIVE_THREADS", 0)
     assert dispatch.planned_path("dense_decode", cpu) == "torch"
     monkeypatch.undo()
-    half = BatchShape(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=1,
-        group_size=1,
-        head_dim=16,
-        dtype=torch.float16,
-        device=cpu,
-    )
+    half = replace(batch_shape(1, group_size=1, head_dim=16), dtype=torch.float16)
     assert not DenseBatch(half, torch.zeros(64, dtype=torch.float16)).is_launched

@@ -7,48 +7,38 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtest.native_batches import (
+    HEADS,
+    Sequences,
+    assert_refused_and_torch_goes_on,
+    assert_steps_are_torch_s,
+    batch_shape,
+)
 from torch import Tensor
 
-from kvferry.kernels import dispatch, hsa
-from kvferry.kernels.decode_batch import BatchShape, NewTokens
+from kvferry.kernels import hsa
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.native import library as native
 from kvferry.kernels.op_checks import op_checks
 from kvferry.kernels.packed.layer import view_packed_layer
-from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.packed_hsa import PageCodes, page_extremes
 from kvferry.kernels.packed_hsa.batch import PackedHsaBatch, SparsePackedRows
-from kvferry.kernels.quarantine import quarantined, release_all
 from kvferry.kernels.softmax import Softmax
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="this machine has no C compiler")
 
-HEADS, ROOM = 2, 16
-WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
-CPU = torch.device("cpu")
+ROOM = 16
 SIZES = [(1, 6, 9), (2, 32, 5), (3, 1, 40), (4, 7, 17), (7, 5, 1), (5, 11, 64), (4, 9, 5000)]
 """Page size, channels and tokens of the slots, in turns."""
 
 
-class Sequences:
-    """Sequences in one arena, which is NaN wherever there is nothing.
-
-    Args: lengths: tokens before the first step; of packed sequences those of the prompt.
-    """
+class SparseSequences(Sequences):
+    """Sequences in one arena. Args: lengths: tokens before the first step; of packed ones of the prompt."""
 
     def __init__(
         self, lengths: list[int], *, is_packed: bool, group_size: int, head_dim: int = 32, seed: int = 0
     ) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self.shape = BatchShape(
-            num_layers=1,
-            num_slots=len(lengths),
-            num_kv_heads=HEADS,
-            group_size=group_size,
-            head_dim=head_dim,
-            dtype=torch.float32,
-            device=CPU,
-        )
+        super().__init__(len(lengths), group_size=group_size, head_dim=head_dim, seed=seed)
         room = 2 * HEADS * head_dim * (4 * (max(lengths) + ROOM) + 64)
         self.arena = torch.full((len(lengths), 2 * room), torch.nan)
         flat, make = self.arena.view(-1), self._packed if is_packed else self._plain
@@ -59,9 +49,6 @@ class Sequences:
         self.op = "packed_hsa" if is_packed else "hsa"
         codes = flat.view(torch.uint8)
         self.batch = PackedHsaBatch(self.shape, flat, codes) if is_packed else HsaBatch(self.shape, flat)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator)
 
     def _plain(self, memory: Tensor, length: int, slot: int) -> SparseRows:
         page_size, num_channels, num_tokens = SIZES[slot % len(SIZES)]
@@ -90,13 +77,7 @@ class Sequences:
     def _packed(self, memory: Tensor, length: int, slot: int) -> SparsePackedRows:
         page_size, num_channels, num_tokens = SIZES[slot % len(SIZES)]
         head_dim = self.shape.head_dim
-        keys, values = self.random(2, HEADS, length, head_dim)
-        bits = [
-            WIDTHS[torch.randint(len(WIDTHS), (HEADS, count), generator=self._generator)]
-            for count in (head_dim, length)
-        ]
-        layer = indexed_layer(keys, values, *bits)
-        fill_in_torch(layer, keys, values)
+        layer = self.packed_layer(length)
         pages = -(-(length + ROOM) // page_size)
         stride = -(-pages // 16) * 16
         parts = [2 * HEADS * ROOM * head_dim, -(-layer.layout.size_bytes // 16) * 4, 2 * HEADS * head_dim]
@@ -124,21 +105,6 @@ class Sequences:
             num_tokens=num_tokens,
         )
 
-    def place(self, slots: list[int] | None = None) -> None:
-        for slot in range(self.shape.num_slots) if slots is None else slots:
-            self.batch.place(slot, {0: self.rows[slot]})
-
-    def step(self) -> NewTokens:
-        slots, head_dim = self.shape.num_slots, self.shape.head_dim
-        queries = 2 * self.random(slots, HEADS, self.shape.group_size, head_dim)
-        keys, values = self.random(2, slots, HEADS, head_dim)
-        return NewTokens(queries, keys, values, head_dim**-0.5)
-
-    def attend(self, step: NewTokens) -> Tensor:
-        output = self.batch.attend(0, step, errors={}, scratch=self.batch.scratch(len(step.queries)))
-        assert self.batch.is_launched
-        return output.clone()
-
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -147,21 +113,11 @@ class Sequences:
 def test_steps_are_torch_s_and_write_what_it_writes(is_packed: bool, head_dim: int, group_size: int) -> None:
     lengths = [300, 129, 127, 64, 9, 260, 40]
     mine, plain = (
-        Sequences(lengths, is_packed=is_packed, group_size=group_size, head_dim=head_dim) for _ in range(2)
+        SparseSequences(lengths, is_packed=is_packed, group_size=group_size, head_dim=head_dim)
+        for _ in range(2)
     )
-    for its in (mine, plain):
-        its.place()
     active = torch.tensor([1, 1, 0, 1, 1, 1, 1])
-    mine.batch.show(active)
-    before = dispatch.calls().get((mine.op, "native"), 0)
-    for _ in range(9):
-        step = mine.step()
-        output, expected = mine.attend(step), plain.batch.attend_slots(0, step, errors={})
-        torch.testing.assert_close(output[active > 0], expected[active > 0], rtol=3e-5, atol=5e-6)
-        assert not output[2].any(), "it is not active"
-        mine.batch.advance(active)
-        plain.batch.advance(active)
-    assert dispatch.calls()[mine.op, "native"] == before + 9
+    assert_steps_are_torch_s(mine, plain, active, num_steps=9, rtol=3e-5, atol=5e-6)
     # rows and extremes; what is NaN stays NaN
     written, wanted = mine.arena[active > 0], plain.arena[active > 0]
     assert torch.equal(written.view(torch.int32), wanted.view(torch.int32))
@@ -174,7 +130,7 @@ def test_steps_are_torch_s_and_write_what_it_writes(is_packed: bool, head_dim: i
     seed=st.integers(0, 2**16),
 )
 def test_any_lengths(lengths: list[int], is_packed: bool, group_size: int, seed: int) -> None:
-    its = Sequences(lengths, is_packed=is_packed, group_size=group_size, seed=seed)
+    its = SparseSequences(lengths, is_packed=is_packed, group_size=group_size, seed=seed)
     its.place()
     step = its.step()
     errors: dict[int, Exception] = {}
@@ -186,7 +142,7 @@ def test_any_lengths(lengths: list[int], is_packed: bool, group_size: int, seed:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_of_equal_pages_the_first_are_taken(is_packed: bool) -> None:
     """All tokens are alike, so every score is the same."""
-    its = Sequences([200], is_packed=is_packed, group_size=2)
+    its = SparseSequences([200], is_packed=is_packed, group_size=2)
     rows = its.rows[0]
     if isinstance(rows, SparseRows):
         rows.keys[:, :200] = rows.keys[:, :1]
@@ -199,19 +155,11 @@ def test_of_equal_pages_the_first_are_taken(is_packed: bool) -> None:
     torch.testing.assert_close(output, expected, rtol=3e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize(("op", "num_cases"), [("hsa", 4), ("trizone", 2)])
 @pytest.mark.parametrize("head_dim", [32, 128])
-def test_the_self_test_s_cases_pass(head_dim: int) -> None:
-    shape = BatchShape(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=HEADS,
-        group_size=4,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        device=CPU,
-    )
-    cases = list(op_checks("hsa", shape))
-    assert len(cases) == 4
+def test_the_self_test_s_cases_pass(head_dim: int, op: str, num_cases: int) -> None:
+    cases = list(op_checks(op, batch_shape(1, group_size=4, head_dim=head_dim)))
+    assert len(cases) == num_cases
     for case in cases:
         assert case.problem(case.launch()) is None
 
@@ -220,7 +168,7 @@ def test_the_self_test_s_cases_pass(head_dim: int) -> None:
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, -torch.inf])
 def test_a_neighbour_that_is_not_finite_changes_no_bit(is_packed: bool, spoilt: float) -> None:
     mine, alone = (
-        Sequences([300, 300, 50], is_packed=is_packed, group_size=4, head_dim=64) for _ in range(2)
+        SparseSequences([300, 300, 50], is_packed=is_packed, group_size=4, head_dim=64) for _ in range(2)
     )
     mine.place()
     alone.place([0, 2])
@@ -243,23 +191,15 @@ def test_a_neighbour_that_is_not_finite_changes_no_bit(is_packed: bool, spoilt: 
     [*((False, n) for n in (0, *range(2, 9))), *((True, n) for n in (0, *range(2, 11)))],
 )
 def test_tables_that_point_outside_are_an_error_and_torch_goes_on(is_packed: bool, column: int) -> None:
-    its, plain = (Sequences([90, 90], is_packed=is_packed, group_size=2) for _ in range(2))
+    its, plain = (SparseSequences([90, 90], is_packed=is_packed, group_size=2) for _ in range(2))
     its.place()
-    plain.place()
     # K, length, extremes, stride, P, k1, k2, ranges
     its.batch._tables._table[0, -1, column] = -1 if column in (6, 8) else 1 << 40
-    step = its.step()
-    try:
-        output = its.batch.attend(0, step, errors={}, scratch=its.batch.scratch(2))
-        assert "outside of the arena" in quarantined()[its.op].detail
-        assert not its.batch.is_launched
-    finally:
-        release_all()
-    torch.testing.assert_close(output, plain.batch.attend_slots(0, step, errors={}), rtol=0, atol=0)
+    assert_refused_and_torch_goes_on(its, plain)
 
 
 def test_layers_with_another_softmax_run_in_torch() -> None:
-    its, plain = (Sequences([90, 200], is_packed=False, group_size=2) for _ in range(2))
+    its, plain = (SparseSequences([90, 200], is_packed=False, group_size=2) for _ in range(2))
     its.place()
     plain.place()
     for _ in range(2):
@@ -272,5 +212,5 @@ def test_layers_with_another_softmax_run_in_torch() -> None:
 
 
 def test_heads_that_c_code_cannot_run_are_torch_s() -> None:
-    its = Sequences([40], is_packed=True, group_size=2, head_dim=48)
+    its = SparseSequences([40], is_packed=True, group_size=2, head_dim=48)
     assert not its.batch.is_launched

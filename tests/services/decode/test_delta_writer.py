@@ -4,42 +4,25 @@ import asyncio
 import contextlib
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_resolved, make_spec
+from kvtest.delta import DIM, FOUR_TOKENS, draw_delta
 from kvtest.wire import header_of, to_bytes
 
 from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
 from kvferry.services.decode.sequence import PinnedRows
 from kvferry.shared.cache.arena import sequence_layout
-from kvferry.shared.cache.delta import RetainedChain, RetainedRows, delta_tensors
+from kvferry.shared.cache.delta import delta_tensors
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import LayerPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, TransferFailed
 from kvferry.shared.wire.messages import BlockHeader, NamedTensor, TransferKey
 
-DIM = 3
 KEY = TransferKey(transfer_id=1, generation=1)
-
-
-def selection(data, *, heads, num_tokens):
-    """Positions `[H_kv, n]`; None where all are kept."""
-    num_rows = data.draw(st.integers(1, num_tokens))
-    if num_rows == num_tokens and data.draw(st.booleans()):
-        return None
-    draw = st.permutations(range(num_tokens)).map(lambda order: sorted(order[:num_rows]))
-    return np.array([data.draw(draw) for _ in range(heads)], np.int32)
-
-
-def rows_of(tokens, positions, *, heads):
-    """K or V rows of `[H_kv, T, D]` at these positions."""
-    if positions is None:
-        return tokens.clone()
-    return torch.stack([tokens[head][torch.from_numpy(positions[head]).long()] for head in range(heads)])
 
 
 class Receiver:
@@ -79,81 +62,26 @@ class Receiver:
         return cache
 
 
-def retained_rows(tokens, positions, *, prompt, generated, heads):
-    """As the arena has them: the prompt's rows, generated ones after them, the rest never written."""
-    return tuple(
-        torch.cat(
-            [
-                rows_of(its[:, :prompt], positions, heads=heads),
-                its[:, prompt : prompt + generated],
-                torch.full((heads, 2, DIM), torch.nan),
-            ],
-            1,
-        )
-        for its in tokens
-    )
-
-
 @given(st.data())
 def test_retained_and_new_rows_together_are_the_whole_layer(data):
-    heads = data.draw(st.sampled_from([1, 2, 3]))
-    # the prompts of earlier turns, the newest first, each a part of the one before it
-    prompts = sorted(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)), reverse=True)
-    generated, more = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
-    total = prompts[0] + generated + more
-    tokens = [torch.randn(heads, total, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    before = [selection(data, heads=heads, num_tokens=prompt) for prompt in prompts]
-    after = selection(data, heads=heads, num_tokens=total)
-    if after is not None and after.shape[1] == total:
-        after = None  # a layer that keeps all has no index
-    num_shared = data.draw(st.integers(1, prompts[0] + generated))
-    depth = data.draw(st.integers(1, len(prompts)))
-    retained = RetainedChain(
-        selections=tuple(
-            RetainedRows(transfer_id=7, num_prompt_tokens=prompt, num_tokens=total, layers=(positions,))
-            for prompt, positions in zip(prompts, before, strict=True)
-        )
-    ).first(depth, num_shared)
-    rows_here = [
-        # nothing generated after an earlier prompt is counted on
-        retained_rows(tokens, positions, prompt=prompt, generated=0 if number else generated, heads=heads)
-        for number, (prompt, positions) in enumerate(zip(prompts, before, strict=True))
-    ][:depth]
-    whole = [rows_of(its, after, heads=heads) for its in tokens]
-    index = {} if after is None else {"index": torch.from_numpy(after)}
-    sent = delta_tensors({**index, "keys": whole[0], "values": whole[1]}, 0, retained)
-    wanted = after if after is not None else np.tile(np.arange(total, dtype=np.int32), (heads, 1))
-
-    def is_retained(head, token):
-        generated_last = prompts[0] <= token
-        kept_once = any(
-            token < prompt and (positions is None or token in positions[head])
-            for prompt, positions in zip(prompts[:depth], before[:depth], strict=True)
-        )
-        return token < num_shared and (generated_last or kept_once)
-
-    num_new = [sum(not is_retained(head, token) for token in wanted[head]) for head in range(heads)]
-    assert sent["new_rows"].tolist() == num_new
-    assert sent["keys"].shape == sent["values"].shape == (sum(num_new), DIM)
+    delta = draw_delta(data)
+    assert delta.sent["new_rows"].tolist() == delta.num_new
+    assert delta.sent["keys"].shape == delta.sent["values"].shape == (sum(delta.num_new), DIM)
     receiver = Receiver(
-        heads=heads, num_tokens=total, rows=wanted.shape[1], retained=retained, retained_rows=rows_here
+        heads=delta.heads,
+        num_tokens=delta.num_tokens,
+        rows=delta.num_tokens if delta.positions is None else delta.positions.shape[1],
+        retained=delta.retained,
+        retained_rows=delta.rows,
     )
-    cache = receiver.receive(sent, size=data.draw(st.integers(1, 30)))
-    for target, expected in zip((cache.keys, cache.values), whole, strict=True):
-        assert torch.equal(target[:, : expected.shape[1]], expected)
-        assert target[:, expected.shape[1] :].isnan().all()
-    assert (cache.positions is None) == (after is None)
-    assert after is None or np.array_equal(cache.positions, after)
+    delta.assert_received(receiver.receive(delta.sent, size=data.draw(st.integers(1, 30))))
 
 
 def small_delta():
     """A receiver that retains 4 of 5 tokens of two heads, and the tensors that it lacks."""
-    retained = RetainedChain(
-        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
-    )
     rows = tuple(torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-    receiver = Receiver(heads=2, num_tokens=5, rows=5, retained=retained, retained_rows=[rows])
-    return receiver, delta_tensors({"keys": rows[0][:, :5], "values": rows[1][:, :5]}, 0, retained)
+    receiver = Receiver(heads=2, num_tokens=5, rows=5, retained=FOUR_TOKENS, retained_rows=[rows])
+    return receiver, delta_tensors({"keys": rows[0][:, :5], "values": rows[1][:, :5]}, 0, FOUR_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +150,8 @@ def test_other_tensors_than_a_deltas_are_refused_before_their_bytes(change):
 
 
 def test_an_index_of_a_delta_that_does_not_ascend_is_refused():
-    retained = RetainedChain(
-        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
-    )
     rows = tuple(torch.zeros(2, 6, DIM) for _ in range(2))
-    receiver = Receiver(heads=2, num_tokens=6, rows=3, retained=retained, retained_rows=[rows])
+    receiver = Receiver(heads=2, num_tokens=6, rows=3, retained=FOUR_TOKENS, retained_rows=[rows])
     index = torch.tensor([[0, 2, 1], [0, 1, 5]], dtype=torch.int32)
     new = torch.tensor([0, 1], dtype=torch.int32)
     keys = torch.zeros(1, DIM)

@@ -1,15 +1,12 @@
 """The demo model through all of decode: transformers' tokens for "full", the oracle's for any method."""
 
-import asyncio
-import contextlib
-
 import pytest
 import torch
+from kvtest.decode import oracle_ids
 from transformers import AutoModelForCausalLM
 
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.tools.oracle import OneProcessGenerator
 
 FACTS = "the {0} castle has a pin . the pin of the {0} castle is {1} {2} . "
 QUESTION = "what is the pin of the red castle ?"
@@ -81,31 +78,14 @@ async def test_a_batch_of_every_method_equals_each_alone(harness, models, demo_r
         {"filler": 12, "method": "pyramidkv", "tokens": 48, "attention": "quest"},
     ]
     requests = [demo_request(request_id=str(i), **case) for i, case in enumerate(cases)]
-    oracle = OneProcessGenerator(models[1])
-    expected = [
-        [t.token_id for t in oracle.generate(list(r.prompt_token_ids), plan=r.plan, sampling=r.sampling)]
-        for r in requests
-    ]
+    expected = [oracle_ids(models[1], request) for request in requests]
     made = await harness(
         model=models[0], prefill_model=models[1], arena_bytes=64 << 20, max_batch_size=len(cases)
     )
     alone = [await made.tokens(request) for request in requests]
-    streams = [made.service.generate(request, timeout_s=60) for request in requests]
-    async with contextlib.AsyncExitStack() as stack:
-        tickets = []
-        for stream in streams:
-            await stack.enter_async_context(contextlib.aclosing(stream))
-            tickets.append((await anext(stream)).ticket)
-        firsts = [
-            await asyncio.to_thread(made.shipper.ship, request, ticket)
-            for request, ticket in zip(requests, tickets, strict=True)
-        ]
-        together = [
-            [first.token_id] + [e.token.token_id async for e in stream if hasattr(e, "token")]
-            for first, stream in zip(firsts, streams, strict=True)
-        ]
+    together = await made.together(requests)
     assert alone == expected
-    assert together == expected
+    assert [[token.token_id for token in tokens] for tokens in together] == expected
     assert await made.arena_is_free()
 
 
@@ -120,21 +100,8 @@ async def test_logprobs_beside_others_differ_from_those_alone_by_rounding_at_mos
         for case in methods
     ]
     made = await harness(model=models[0], prefill_model=models[1], arena_bytes=64 << 20, max_batch_size=8)
-
-    async def sampled(stream, first):
-        return [first] + [event.token async for event in stream if hasattr(event, "token")]
-
-    async def begun(stack, request):
-        stream = made.service.generate(request, timeout_s=60)
-        await stack.enter_async_context(contextlib.aclosing(stream))
-        ticket = (await anext(stream)).ticket
-        return stream, await asyncio.to_thread(made.shipper.ship, request, ticket)
-
-    async with contextlib.AsyncExitStack() as stack:
-        alone = [await sampled(*await begun(stack, request)) for request in requests]
-    async with contextlib.AsyncExitStack() as stack:
-        streams = [await begun(stack, request) for request in requests]
-        together = [await sampled(*its) for its in streams]
+    alone = [tokens for request in requests for tokens in await made.together([request])]
+    together = await made.together(requests)
     worst = 0.0
     for mine, theirs in zip(alone, together, strict=True):
         assert [its.token_id for its in mine] == [its.token_id for its in theirs]

@@ -68,19 +68,25 @@ def history_server(made):
         server.close()
 
 
+async def generated(made, request, endpoint, *, timeout_s, credit_bytes=1 << 20):
+    """The stream of a request whose answer is whole, and whose rows go back to this endpoint."""
+    stream = made.service.generate(request, timeout_s=timeout_s)
+    ticket = (await anext(stream)).ticket
+    await asyncio.to_thread(
+        made.shipper.ship, request, ticket, history_endpoint=endpoint, history_credit_bytes=credit_bytes
+    )
+    while not isinstance(await anext(stream), GenerationFinished):
+        pass
+    return stream
+
+
 async def test_closing_a_stream_that_returns_history_aborts_the_return_and_frees_it(harness, request_of):
     made = await harness()
     with history_server(made) as (sink, endpoint):
         sink.proceed.clear()
         request = request_of(store_history=True, max_tokens=5)
-        stream = made.service.generate(request, timeout_s=30)
-        ticket = (await anext(stream)).ticket
         # the end cannot be under way yet when the stream closes: the credit is spent long before
-        await asyncio.to_thread(
-            made.shipper.ship, request, ticket, history_endpoint=endpoint, history_credit_bytes=64
-        )
-        while not isinstance(await anext(stream), GenerationFinished):
-            pass
+        stream = await generated(made, request, endpoint, timeout_s=30, credit_bytes=64)
         await asyncio.to_thread(sink.opened.wait, 10)
         await stream.aclose()
         assert await made.arena_is_free()
@@ -97,14 +103,7 @@ async def test_returns_that_wait_for_a_thread_are_freed_when_their_stream_closes
         streams = []
         for i in range(2):
             request = request_of(store_history=True, max_tokens=5, request_id=str(i))
-            stream = made.service.generate(request, timeout_s=30)
-            ticket = (await anext(stream)).ticket
-            await asyncio.to_thread(
-                made.shipper.ship, request, ticket, history_endpoint=endpoint, history_credit_bytes=1 << 20
-            )
-            while not isinstance(await anext(stream), GenerationFinished):
-                pass
-            streams.append(stream)
+            streams.append(await generated(made, request, endpoint, timeout_s=30))
         assert made.service.arena.bytes_by_state()["running"] > 0
         await streams[1].aclose()
         assert await made.arena_is_free()
@@ -119,14 +118,7 @@ async def test_a_stalled_prefill_worker_delays_no_return_to_another(harness, req
         streams = []
         for number in range(3):
             request = request_of(store_history=True, max_tokens=5, request_id=f"stalled-{number}")
-            stream = made.service.generate(request, timeout_s=200)
-            ticket = (await anext(stream)).ticket
-            await asyncio.to_thread(
-                made.shipper.ship, request, ticket, history_endpoint=stalled_at, history_credit_bytes=1 << 20
-            )
-            while not isinstance(await anext(stream), GenerationFinished):
-                pass
-            streams.append(stream)
+            streams.append(await generated(made, request, stalled_at, timeout_s=200))
         for number in range(4):
             request = request_of(store_history=True, max_tokens=5, request_id=str(number))
             running = made.run(request, history_endpoint=other_at, history_credit_bytes=1 << 20)

@@ -1,44 +1,24 @@
 """The heads of one decode process that come in several transfers, as ranks of prefill ship them."""
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 
 import pytest
 import torch
-from kvtest.decode import MIXED, Harness, PromptCache, make_request, manifest_for, named
+from kvtest.decode import MIXED, PromptCache, end_with, make_request, manifest_for, named
+from kvtest.parallel import started
 
-from kvferry.models import DEMO_MODEL
 from kvferry.services.prefill.parts import PartedTransfer
 from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
 from kvferry.shared.control.messages import GenerationFinished, TokenGenerated
 from kvferry.shared.errors import LeaseExpired, MalformedMessage, TransferFailed
-from kvferry.shared.model.loading import load_model
-from kvferry.shared.wire.messages import EndRecord, TransferKey
 
 NUM_RANKS = 2
 TOGETHER = {"adakv", "d2o", "random", "rocketkv-d2o"}
 """Methods that compress all heads together."""
 CASES = [case for case in MIXED if case.get("method") not in TOGETHER - {"adakv"}]
 """`adakv`: parts of different sizes, as heads that are compressed together may be shipped, too."""
-KEY = TransferKey(transfer_id=0, generation=0)
-
-
-@pytest.fixture(scope="module")
-def one():
-    return load_model(DEMO_MODEL, name="m", device="cpu")
-
-
-@contextlib.asynccontextmanager
-async def started(one, **config):
-    made = Harness(model=one, prefill_model=one, arena_bytes=1 << 24, **config)
-    await made.service.start()
-    try:
-        yield made
-        assert await made.arena_is_free()
-    finally:
-        await made.close()
 
 
 class RankedPrefill:
@@ -76,7 +56,7 @@ class RankedPrefill:
 
     def finish(self, rank):
         token = self.cache.first_token if rank == 0 else None
-        self.ranks[rank].finish(EndRecord(key=KEY, num_blocks=0, payload_bytes=0, first_token=token))
+        self.ranks[rank].finish(end_with(token))
 
 
 def request_for(model, **kwargs):
@@ -95,7 +75,7 @@ async def test_the_cache_is_that_of_one_transfer(one, number):
     request = request_for(one, **case)
     cache = PromptCache(one, request)
     assert compresses_heads_apart(cache.resolved, cache.formats) == (case.get("method") != "adakv")
-    async with started(one) as made:
+    async with started(one, one) as made:
         _, events = await made.run(request)
         expected = [its.token for its in events if isinstance(its, TokenGenerated)]
         stream = made.service.generate(request, timeout_s=60)
@@ -123,7 +103,7 @@ async def test_the_cache_is_that_of_one_transfer(one, number):
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_part_that_fails_ends_the_request_and_the_other_parts_at_once(one, rank):
     request = request_for(one)
-    async with started(one) as made:
+    async with started(one, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         ranked = RankedPrefill(made, PromptCache(one, request), (await anext(stream)).ticket)
         for its in range(NUM_RANKS):
@@ -146,7 +126,7 @@ async def test_a_part_that_fails_ends_the_request_and_the_other_parts_at_once(on
 async def test_a_part_with_another_manifest_than_the_first_is_refused_by_name(one):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(one) as made:
+    async with started(one, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         own = RankedPrefill(made, cache, ticket, ranks=[0])
@@ -165,7 +145,7 @@ async def test_a_part_with_another_manifest_than_the_first_is_refused_by_name(on
 async def test_a_part_of_other_tensors_than_its_format_has_fails_the_transfer(one):
     request = request_for(one, method="rocketkv", tokens=30)
     cache = PromptCache(one, request)
-    async with started(one) as made:
+    async with started(one, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         ranked = RankedPrefill(made, cache, (await anext(stream)).ticket)
         tensors = dict(cache.formats[0].parts(cache.layers[0], NUM_RANKS)[1])

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from kvtest.clock import Clock
+from kvtest.decode import eventually
 
 from kvferry.shared.control.messages import (
     TokenGenerated,
@@ -33,17 +34,11 @@ async def test_closing_a_stream_whose_transfer_has_not_begun_frees_it_and_refuse
         await asyncio.to_thread(made.shipper.ship, request_of(), ticket)
 
 
-async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(
-    harness, request_of, ticket_of, prompt_cache
-):
-    made = await harness()
+async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(begin, request_of, ticket_of):
     request = request_of()
-    stream, ticket = await ticket_of(made.service, request)
-    cache = prompt_cache(made.shipper.model, request)
-    transfer = made.shipper.open(request, ticket)
+    made, stream, transfer, cache = await begin(request)
     made.shipper.send(transfer, cache, last=1)
-    while not made.service.arena.bytes_by_state()["in_transfer"]:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: made.service.arena.bytes_by_state()["in_transfer"])
     await stream.aclose()
     assert await made.arena_is_free()
     other, _ = await ticket_of(made.service, request)  # the same bytes have a new owner now
@@ -113,18 +108,11 @@ async def test_a_reservation_that_nothing_ships_to_expires_by_name(harness, requ
         await asyncio.to_thread(made.shipper.ship, request_of(), ticket)
 
 
-async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked(
-    harness, request_of, ticket_of, prompt_cache
-):
+async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked(begin, request_of):
     clock = Clock()
-    made = await harness(lease_s=2.0, clock=clock)
-    request = request_of()
-    stream, ticket = await ticket_of(made.service, request)
-    cache = prompt_cache(made.shipper.model, request)
-    transfer = made.shipper.open(request, ticket)
+    made, stream, transfer, cache = await begin(request_of(), lease_s=2.0, clock=clock)
     made.shipper.send(transfer, cache, last=1)
-    while not made.service.arena.bytes_by_state()["in_transfer"]:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: made.service.arena.bytes_by_state()["in_transfer"])
     clock.turn(2.0)
     deadline_s = time.monotonic() + 60
     while made.service.arena.free_bytes != made.service.arena.size_bytes:
@@ -158,16 +146,11 @@ async def test_a_running_sequence_outlives_its_lease(harness, request_of):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-async def test_closing_a_stream_with_packed_layers_in_transfer_frees_it(
-    harness, request_of, ticket_of, prompt_cache, layers
-):
-    made = await harness()
+async def test_closing_a_stream_with_packed_layers_in_transfer_frees_it(begin, request_of, layers):
     request = request_of([i % 50 for i in range(100)], method="rdkv", tokens=40)
-    stream, ticket = await ticket_of(made.service, request)
-    transfer = made.shipper.open(request, ticket)
-    made.shipper.send(transfer, prompt_cache(made.shipper.model, request), last=layers)
-    while not made.service.arena.bytes_by_state()["in_transfer"]:
-        await asyncio.sleep(0.01)
+    made, stream, transfer, cache = await begin(request)
+    made.shipper.send(transfer, cache, last=layers)
+    await eventually(lambda: made.service.arena.bytes_by_state()["in_transfer"])
     await stream.aclose()
     assert await made.arena_is_free()
     transfer.abort("test is over")

@@ -6,17 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from kvtest.decode import Harness, PromptCache, make_request, manifest_for, named
-from kvtest.parallel import in_ranks, same_or_tied
+from kvtest.decode import PromptCache, end_with, make_request, manifest_for, named
+from kvtest.parallel import SETTINGS, same_or_tied, started
 
-from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.shared.certs import Certs
 from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, TransferAccepted
-from kvferry.shared.errors import Cancelled, LeaseExpired, TransferFailed
-from kvferry.shared.model.loading import load_model
+from kvferry.shared.errors import Cancelled, KvferryError, LeaseExpired, TransferFailed
 from kvferry.shared.wire.channel import Received
-from kvferry.shared.wire.messages import EndRecord, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sealed import SealedConnectingChannel
 from kvferry.shared.wire.sender import BlockSender
@@ -25,9 +22,6 @@ from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.certs import make_certs
 from kvferry.tools.oracle import OneProcessGenerator
-
-SETTINGS = DecodeConfig(tensor_parallel=2)
-KEY = TransferKey(transfer_id=0, generation=0)
 
 
 class CountedTransport(ProcessTransport):
@@ -50,38 +44,13 @@ class CountedTransport(ProcessTransport):
         return BlockServer(channel, sink, on_late_block=on_late_block)
 
 
-@pytest.fixture(scope="module")
-def one():
-    return load_model(DEMO_MODEL, name="m", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def several():
-    with in_ranks(DEMO_MODEL, 2) as model:
-        yield model
-
-
-@contextlib.asynccontextmanager
-async def started(model, one, hub=None, **config):
-    options = {} if hub is None else {"hub": hub, "rank_transport": RankTransport.of(SETTINGS, "decode")}
-    made = Harness(model=model, prefill_model=one, **({"arena_bytes": 1 << 24} | options | config))
-    await made.service.start()
-    try:
-        yield made
-        assert await made.arena_is_free()
-    finally:
-        await made.close()
-
-
 def request_for(model, number=0, **kwargs):
     settings = {"prompt": [i * 7 % 50 for i in range(150)], "logprobs": 2} | kwargs
     return make_request(request_id=str(number), model_fingerprint=model.spec.fingerprint, **settings)
 
 
 def end(cache, part):
-    return EndRecord(
-        key=KEY, num_blocks=0, payload_bytes=0, first_token=cache.first_token if part == 0 else None
-    )
+    return end_with(cache.first_token if part == 0 else None)
 
 
 async def rest(stream):
@@ -107,7 +76,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
         whole.finish(end(cache, 0))
         expected = tokens_of(cache, await rest(stream))
     hub = CountedTransport(SETTINGS, None)
-    async with started(several, one, hub) as made:
+    async with started(several, one, hub=hub) as made:
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         transfer = made.shipper.open(request, ticket, measured=cache.measured)
@@ -129,7 +98,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
 async def test_a_sequence_begins_when_every_part_is_there(one, several, last):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+    async with started(several, one, straight=True) as made:
         stream = made.service.generate(request, timeout_s=60)
         transfer = made.shipper.open(request, (await anext(stream)).ticket)
         await asyncio.to_thread(made.shipper.send, transfer, cache)
@@ -147,7 +116,7 @@ async def test_a_sequence_begins_when_every_part_is_there(one, several, last):
 async def test_a_part_that_fails_ends_the_request_and_the_other_part_at_once(one, several, part):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+    async with started(several, one, straight=True) as made:
         stream = made.service.generate(request, timeout_s=60)
         transfer = made.shipper.open(request, (await anext(stream)).ticket)
         await asyncio.to_thread(made.shipper.send, transfer, cache, last=2)
@@ -174,7 +143,7 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
     async with started(one, one) as made:
         _, events = await made.run(request)
         expected = tokens_of(caches[1], events)
-    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+    async with started(several, one, straight=True) as made:
         stream = made.service.generate(cancelled, timeout_s=60)
         old_ticket = (await anext(stream)).ticket
         transfer = made.shipper.open(cancelled, old_ticket)
@@ -190,6 +159,8 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
                 await asyncio.to_thread(made.shipper.send, transfer, caches[0], first=2 + layer // 2, last=3)
         whole.finish(end(caches[1], 0))
         tokens = tokens_of(caches[1], await rest(stream))
+        with pytest.raises(KvferryError):  # it is told that its request was cancelled
+            await asyncio.to_thread(transfer.wait, 60)
         late = made.shipper.open(dataclasses.replace(cancelled, request_id="late"), old_ticket)
         with pytest.raises(LeaseExpired):
             late.wait(20)
@@ -199,7 +170,7 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
 async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(one, several):
     requests = [request_for(one, number) for number in range(2)]
     cache = PromptCache(one, requests[0])
-    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+    async with started(several, one, straight=True) as made:
         stream = made.service.generate(requests[0], timeout_s=60)
         transfer = made.shipper.open(requests[0], (await anext(stream)).ticket)
         while not all(part._is_accepted for part in transfer._parts):
@@ -220,7 +191,7 @@ async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(
 async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at_once(one, several):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, ProcessTransport(SETTINGS, None)) as made:
+    async with started(several, one, straight=True) as made:
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         unknown = dataclasses.replace(
@@ -261,7 +232,7 @@ async def test_with_certs_every_rank_takes_blocks_of_prefill_and_of_nobody_else(
     options = {"rank_transport": RankTransport.of(settings, "decode")}
     async with contextlib.AsyncExitStack() as stack:
         hub = ProcessTransport(settings, Certs(ours, "decode"))
-        made = await stack.enter_async_context(started(several, one, hub, **options))
+        made = await stack.enter_async_context(started(several, one, hub=hub, **options))
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         at_rank_1 = dataclasses.replace(

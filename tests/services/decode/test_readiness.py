@@ -14,6 +14,18 @@ from kvferry.shared import heartbeat
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 
 
+def block_steps(made):
+    """Have the next step wait. Returns: events: that it has begun, and that it may go on."""
+    stuck, release = threading.Event(), threading.Event()
+
+    def block(token_ids):
+        stuck.set()
+        release.wait(60)
+
+    made.model.before_step = block
+    return stuck, release
+
+
 async def test_a_worker_whose_steps_all_fail_is_not_ready_until_one_succeeds(harness, request_of):
     made = await harness()
 
@@ -33,17 +45,11 @@ async def test_a_worker_whose_steps_all_fail_is_not_ready_until_one_succeeds(har
 async def test_a_worker_whose_engine_is_stuck_is_not_ready(harness, request_of):
     clock = Clock()
     made = await harness(clock=clock, heartbeat_timeout_s=10.0)
-    stuck, release = threading.Event(), threading.Event()
-
-    def block(token_ids):
-        stuck.set()
-        release.wait(60)
-
     assert (await made.service.status(timeout_s=1)).ready
     for _ in range(3):
         clock.turn(11.0)
         await eventually(lambda: made.service.is_ready)  # idle is not stuck
-    made.model.before_step = block
+    stuck, release = block_steps(made)
     task = asyncio.create_task(made.tokens(request_of()))
     await asyncio.to_thread(stuck.wait, 60)
     assert (await made.service.status(timeout_s=1)).ready
@@ -56,13 +62,7 @@ async def test_a_worker_whose_engine_is_stuck_is_not_ready(harness, request_of):
 async def test_a_wedged_engine_gives_up_its_requests_and_frees_them_when_it_goes_on(harness, request_of):
     clock = Clock()
     made = await harness(clock=clock, heartbeat_timeout_s=1e6)
-    stuck, release = threading.Event(), threading.Event()
-
-    def block(token_ids):
-        stuck.set()
-        release.wait(60)
-
-    made.model.before_step = block
+    stuck, release = block_steps(made)
     running = asyncio.create_task(made.tokens(request_of()))
     await asyncio.to_thread(stuck.wait, 60)
     clock.turn(heartbeat.FRESH_S)

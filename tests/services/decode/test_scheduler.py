@@ -15,9 +15,9 @@ def make(size_bytes=640, *, max_waiting=8, admission_wait_s=20.0):
     return arena, Scheduler(arena, max_waiting=max_waiting, admission_wait_s=admission_wait_s, lease_s=9)
 
 
-async def start(scheduler, size_bytes, owner):
+async def start(scheduler, size_bytes, owner, **options):
     """A reservation under way, in line if it has to be."""
-    task = asyncio.create_task(scheduler.reserve(size_bytes, owner=owner, timeout_s=30))
+    task = asyncio.create_task(scheduler.reserve(size_bytes, owner=owner, timeout_s=30, **options))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return task
@@ -149,13 +149,8 @@ async def test_cancelling_a_request_whose_bytes_were_just_granted_gives_them_bac
 
 async def line_up(scheduler, key_owner, number):
     """Requests of one API key, in line; their numbers are their owners' names."""
-    tasks = []
-    for index in range(number):
-        waiting = scheduler.reserve(640, owner=f"{key_owner}{index}", key_owner=key_owner, timeout_s=30)
-        tasks.append(asyncio.create_task(waiting))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    return tasks
+    names = [f"{key_owner}{index}" for index in range(number)]
+    return [await start(scheduler, 640, name, key_owner=key_owner) for name in names]
 
 
 async def test_owners_of_keys_take_turns():

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from kvtest.compression import opened
-from kvtest.steps import ReplayingDevice
+from kvtest.decode import oracle_ids
+from kvtest.steps import CountingDevice, ReplayingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
@@ -141,6 +142,21 @@ class Written(TorchDispatchMode):
         return result
 
 
+def writes_of_a_join(model, request_of, method, *, after):
+    """What joining a batch writes, for each number of sequences that it already has."""
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    (given,) = sequences_of(model, request_of, [method], [greedy])
+    written = []
+    for others in after:
+        slots = BatchSlots(model, 32, given.caches[0].regions["keys"])
+        for slot in range(others):
+            slots.place(slot, given)
+        with Written() as mode:
+            slots.place(others, given)
+        written.append(dict(mode.counts))
+    return written
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("method", "fields"),
@@ -150,16 +166,7 @@ class Written(TorchDispatchMode):
 def test_a_join_writes_one_sequence_s_descriptors_however_many_others_there_are(
     interpreter, demo, request_of, method, fields
 ):
-    greedy = SamplingParams(max_tokens=8, temperature=0.0)
-    (given,) = sequences_of(demo, request_of, [method], [greedy])
-    written = []
-    for others in (1, 7, 31):
-        slots = BatchSlots(demo, 32, given.caches[0].regions["keys"])
-        for slot in range(others):
-            slots.place(slot, given)
-        with Written() as mode:
-            slots.place(others, given)
-        written.append(dict(mode.counts))
+    written = writes_of_a_join(demo, request_of, method, after=(1, 7, 31))
     assert written[0] == written[1] == written[2]
     # descriptors, lengths and which of them grow; sampling parameters, the last token, stop ids
     descriptors = demo.spec.num_layers * demo.spec.num_kv_heads * (fields + 2)
@@ -170,16 +177,7 @@ def test_a_join_writes_one_sequence_s_descriptors_however_many_others_there_are(
 def test_a_packed_sequence_joins_with_as_many_writes_however_many_others_there_are(
     interpreter, demo, request_of
 ):
-    greedy = SamplingParams(max_tokens=8, temperature=0.0)
-    (given,) = sequences_of(demo, request_of, [{"method": "rdkv", "tokens": 24}], [greedy])
-    written = []
-    for others in (1, 31):
-        slots = BatchSlots(demo, 32, given.caches[0].regions["keys"])
-        for slot in range(others):
-            slots.place(slot, given)
-        with Written() as mode:
-            slots.place(others, given)
-        written.append(dict(mode.counts))
+    written = writes_of_a_join(demo, request_of, {"method": "rdkv", "tokens": 24}, after=(1, 31))
     assert written[0] == written[1]
 
 
@@ -213,15 +211,6 @@ def test_a_slot_has_nothing_of_the_sequence_before_it(interpreter, small_model, 
         step = step_over(model, slots, 2)
         step.launch()
         assert (step.logits[0] - alone_step.logits[0]).abs().max() < 1e-3
-
-
-class CountingDevice(ReplayingDevice):
-    def __init__(self):
-        self.num_captures = 0
-
-    def capture(self, run):
-        self.num_captures += 1
-        return super().capture(run)
 
 
 @torch.inference_mode()
@@ -278,33 +267,11 @@ CASES = [
 @pytest.mark.timeout(900)
 async def test_running_ahead_changes_no_token(runs_ahead, harness, request_of, small_model):
     """Every batched kind, sequences that join and end at other times."""
-    oracle = OneProcessGenerator(small_model())
-
-    def expected(request):
-        return [
-            t.token_id
-            for t in oracle.generate(
-                list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
-            )
-        ]
-
     made = await harness(max_batch_size=2)
     requests = [request_of(request_id=str(i), **case) for i, case in enumerate(CASES)]
-    streams = [made.service.generate(request, timeout_s=600) for request in requests]
-    async with contextlib.AsyncExitStack() as stack:
-        tickets = []
-        for stream in streams:
-            await stack.enter_async_context(contextlib.aclosing(stream))
-            tickets.append((await anext(stream)).ticket)
-        firsts = [
-            await asyncio.to_thread(made.shipper.ship, request, ticket)
-            for request, ticket in zip(requests, tickets, strict=True)
-        ]
-        tokens = [
-            [first, *[e.token async for e in stream if isinstance(e, TokenGenerated)]]
-            for first, stream in zip(firsts, streams, strict=True)
-        ]
-    assert [[t.token_id for t in ids] for ids in tokens] == [expected(request) for request in requests]
+    tokens = await made.together(requests)
+    expected = [oracle_ids(small_model(), request) for request in requests]
+    assert [[t.token_id for t in ids] for ids in tokens] == expected
     assert all(len(t.top_logprobs) == 2 for t in tokens[0])
     assert made.value("decode_steps_total", path="graph") > 0
     assert made.value("decode_steps_total", path="eager") == 0
@@ -336,22 +303,14 @@ async def test_an_attention_without_a_kernel_runs_eagerly_and_is_named(
 ):
     made = await harness()
     request = request_of(method="h2o", tokens=16, max_tokens=4)
-    oracle = OneProcessGenerator(small_model())
-    expected = oracle.generate(list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling)
-    assert await made.tokens(request) == [t.token_id for t in expected]
+    assert await made.tokens(request) == oracle_ids(small_model(), request)
     assert made.value("decode_steps_total", path="eager", reason="evict") == 3
     assert made.value("decode_steps_total") == 3
 
 
-def expected_of(model, request):
-    oracle = OneProcessGenerator(model)
-    prompt = list(request.prompt_token_ids)
-    return [t.token_id for t in oracle.generate(prompt, plan=request.plan, sampling=request.sampling)]
-
-
 @pytest.mark.timeout(900)
 async def test_a_sequence_without_a_kernel_runs_beside_the_others_not_in_their_step(
-    runs_ahead, harness, request_of, ticket_of, small_model
+    runs_ahead, harness, request_of, small_model
 ):
     """It joins while their steps run ahead, and ends before they do."""
     made = await harness()
@@ -361,27 +320,8 @@ async def test_a_sequence_without_a_kernel_runs_beside_the_others_not_in_their_s
         request_of(request_id="captured", max_tokens=14),
         request_of(request_id="beside", method="h2o", tokens=16, max_tokens=4),
     ]
-    tokens = {request.request_id: [] for request in requests}
-    joined = asyncio.Event()
-
-    async def run(request):
-        stream, ticket = await ticket_of(made.service, request, timeout_s=600)
-        async with contextlib.aclosing(stream):
-            first = await asyncio.to_thread(made.shipper.ship, request, ticket)
-            tokens[request.request_id].append(first.token_id)
-            async for event in stream:
-                if isinstance(event, TokenGenerated):
-                    tokens[request.request_id].append(event.token.token_id)
-                    if len(tokens["captured"]) == 3:
-                        joined.set()
-
-    async def run_later(request):
-        await joined.wait()
-        await run(request)
-
-    await asyncio.gather(run(requests[0]), run_later(requests[1]))
-    for request in requests:
-        assert tokens[request.request_id] == expected_of(small_model(), request)
+    expected = [oracle_ids(small_model(), request) for request in requests]
+    assert await made.one_joins(*requests) == expected
     assert set(sizes) == {1}, "no step had both"
     assert made.value("decode_steps_total", path="eager", reason="evict") == 3
     assert made.value("decode_steps_total", path="eager") == 3

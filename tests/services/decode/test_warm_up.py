@@ -8,7 +8,7 @@ import structlog
 import torch
 from kvtest.families import FAMILIES
 from kvtest.faulty_kernels import install
-from kvtest.steps import ReplayingDevice
+from kvtest.steps import CountingDevice
 
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
@@ -22,17 +22,6 @@ from kvferry.tools.oracle import OneProcessGenerator
 
 METHODS = ("full", "snapkv", "rocketkv", "rdkv", "h2o")
 READY_S = 600.0
-
-
-class CountingDevice(ReplayingDevice):
-    """Counts captures."""
-
-    def __init__(self):
-        self.num_captures = 0
-
-    def capture(self, run):
-        self.num_captures += 1
-        return super().capture(run)
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from kvtest.clock import Clock, turn_loop_clock
-from kvtest.prefill import plan_of
+from kvtest.prefill import key_of, make_prompt, plan_of
 from torch import Tensor
 
 from kvferry.shared.compression.plan import CompressionPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import FirstToken, PrefillRequest, SessionKey
+from kvferry.shared.control.messages import FirstToken, SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
     ContextLengthExceeded,
@@ -28,21 +27,11 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
 
 A = SessionKey(owner="key-a", session_id="s")
-
-
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
-
-
-def key_of(request: PrefillRequest) -> TransferKey:
-    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
 
 
 async def assert_serves(harness: Harness) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from kvtest.prefill import plan_of
-from torch import Tensor
+from kvtest.prefill import make_prompt, plan_of
 
 from kvferry.shared.compression.plan import Budget, is_measured, plan_digest
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
+from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.errors import HistoryMiss, ProtocolMismatch
-from kvferry.shared.wire.messages import TransferKey
-from kvferry.tools.oracle import OneProcessGenerator
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -24,32 +19,19 @@ if TYPE_CHECKING:
 SESSION = SessionKey(owner="alice", session_id="a")
 
 
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
-
-
 def assert_tensors_are_the_oracles(
     harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
 ) -> None:
-    generator = OneProcessGenerator(harness.model.model)
-    before = None if earlier is None else generator.capture(list(earlier))
-    captured = generator.capture(list(request.prompt_token_ids), earlier=before)
-    plan = plan_of(request).plan
-    expected = generator.compress(captured, plan=plan, max_new_tokens=request.sampling.max_tokens)
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    _, expected = harness.oracle(request, earlier)
+    harness.assert_sent(request, expected)
     manifest, rows = harness.sink.manifests[-1], tuple(layer.rows for layer in expected.resolved.layers)
     assert manifest.plan_digest == plan_digest(plan_of(request))
     assert manifest.layer_rows == (rows if is_measured(plan_of(request)) else ())
-    state_bytes = 0
-    for layer, kept in enumerate(expected.compressed):
-        sent = harness.sink.tensors(key, layer)
-        assert list(sent) == list(kept)
-        assert sent["keys"].shape[1] == rows[layer]
-        assert all(torch.equal(sent[name], its) for name, its in kept.items())
-        state_bytes += kept["state"].nbytes if "state" in kept else 0
+    assert tuple(kept["keys"].shape[1] for kept in expected.compressed) == rows
+    state_bytes = sum(kept["state"].nbytes for kept in expected.compressed if "state" in kept)
     assert done.bytes_by_kind["state"] == state_bytes
-    assert harness.metric("kv_transfer_bytes_total", kind="state", method=plan.method) >= state_bytes
+    method = plan_of(request).plan.method
+    assert harness.metric("kv_transfer_bytes_total", kind="state", method=method) >= state_bytes
 
 
 @pytest.mark.covering(1)
@@ -77,29 +59,13 @@ async def test_rows_per_layer_are_the_prompts_and_come_to_the_budget(harness: Ha
 @pytest.mark.parametrize("num_new", [7, 50])
 async def test_a_second_turn_selects_from_the_full_history(harness: Harness, num_new: int) -> None:
     prompt, plan = make_prompt(331), plan_for("d2o", budget=Budget(retention=0.2))
-    request = harness.request(prompt, plan=plan, session=SESSION)
-    await harness.run(request)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
-    )
-    second = harness.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=SESSION)
-    first, done = await harness.run(second)
-    assert first.reused_tokens == len(prompt)
+    second, done = await harness.second_turn(prompt, plan, num_new=num_new)
     assert_tensors_are_the_oracles(harness, second, done, earlier=prompt)
 
 
 async def test_only_measured_budgets_hold_the_layers_of_a_prompt(harness: Harness) -> None:
-    seen: list[weakref.ref[Tensor]] = []
-    live: list[int] = []
-
-    def count(layer: int, keys: Tensor) -> None:
-        seen.append(weakref.ref(keys))
-        live.append(sum(ref() is not None for ref in seen))
-
-    harness.model.on_layer = count
     for method, most in (("h2o", 2), ("d2o", harness.model.spec.num_layers)):
-        seen.clear()
-        live.clear()
+        live = harness.count_live()
         await harness.run(harness.request(make_prompt(300), plan=plan_for(method, budget=Budget(tokens=48))))
         assert len(live) == harness.model.spec.num_layers >= 4
         assert max(live) <= most
@@ -112,9 +78,7 @@ async def test_a_history_that_turns_out_gone_in_mid_pass_changes_nothing(
     prompt, plan = make_prompt(211), plan_for("d2o", budget=Budget(tokens=48))
     request = harness.request(prompt, plan=plan, session=SESSION)
     await harness.run(request)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
-    )
+    await harness.commit(request)
     begin = harness.store.begin
 
     def begin_and_lose(*args: object, **options: object) -> object:

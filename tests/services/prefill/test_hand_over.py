@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvferry.services.prefill.host_copies import HandOver
-from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
+from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history import rows_ahead
@@ -114,9 +114,7 @@ async def test_the_engines_thread_neither_sends_nor_stages_nor_joins_history(
     joined = threads_of(monkeypatch, rows_ahead, "chunk_rows")
     first = harness.request(prompt[:50], session=SESSION)
     await harness.run(first)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=first.request_id, session=SESSION, token_ids=prompt[:50]), timeout_s=10
-    )
+    await harness.commit(first)
     assert [len(its) for its in handed] == [num_layers] * 2
     token, _ = await harness.run(harness.request(prompt, session=SESSION))
     assert token.reused_tokens == 50

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+from kvtest.prefill import make_prompt
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, Elapsed, HostCopies
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
-from kvferry.shared.wire.messages import TransferKey
+from kvferry.shared.control.messages import SessionKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -71,19 +70,6 @@ def log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list
     return entries
 
 
-def make_prompt(num_tokens: int) -> tuple[int, ...]:
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist())
-
-
-def shipped(harness: Harness, request: PrefillRequest) -> list[Tensor]:
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
-    return [
-        harness.sink.rows(key, layer, name)
-        for layer in range(harness.model.spec.num_layers)
-        for name in ("keys", "values")
-    ]
-
-
 async def test_layers_leave_one_behind_and_in_order(log: list[str], harness: Harness) -> None:
     num_layers = harness.model.spec.num_layers
     await harness.run(harness.request(make_prompt(30)))
@@ -100,9 +86,7 @@ async def test_a_history_lost_in_mid_prompt_leaves_nothing_behind(log: list[str]
     prompt = make_prompt(90)
     first = harness.request(prompt[:50], session=SESSION)
     await harness.run(first)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=first.request_id, session=SESSION, token_ids=prompt[:50]), timeout_s=10
-    )
+    await harness.commit(first)
     layers: list[int] = []
 
     def drop_at_layer_two(layer: int, keys: Tensor) -> None:
@@ -119,21 +103,17 @@ async def test_a_history_lost_in_mid_prompt_leaves_nothing_behind(log: list[str]
     fresh = harness.request(prompt, plan=plan)
     fresh_token, _ = await harness.run(fresh)
     assert token.token == fresh_token.token
-    for ours, expected in zip(shipped(harness, second), shipped(harness, fresh), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+    harness.assert_same_rows(second, fresh)
 
 
 async def test_what_is_staged_late_is_the_next_turns_history(log: list[str], harness: Harness) -> None:
     prompt = make_prompt(60)
     first = harness.request(prompt[:40], session=SESSION)
     await harness.run(first)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=first.request_id, session=SESSION, token_ids=prompt[:40]), timeout_s=10
-    )
+    await harness.commit(first)
     second, fresh = harness.request(prompt, session=SESSION), harness.request(prompt)
     token, _ = await harness.run(second)
     fresh_token, _ = await harness.run(fresh)
     assert (token.reused_tokens, fresh_token.reused_tokens) == (40, 0)
     assert token.token == fresh_token.token
-    for ours, expected in zip(shipped(harness, second), shipped(harness, fresh), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+    harness.assert_same_rows(second, fresh)

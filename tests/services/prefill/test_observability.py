@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from kvtest.clock import Clock
+from kvtest.prefill import make_prompt
 from torch import Tensor
 
 from kvferry.shared import heartbeat
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
-from kvferry.shared.control.messages import CommitTurnRequest, SessionKey
+from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import TransferFailed, WorkerUnavailable
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, BlockHeader
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from kvtest.prefill import Harness
 
 A = SessionKey(owner="key-a", session_id="s")
-
-
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
 
 
 def moved(harness: Harness) -> dict[str, float]:
@@ -45,9 +40,7 @@ async def test_every_family_is_moved(harness: Harness) -> None:
     prompt = make_prompt(150)
     request = harness.request(prompt, session=A, plan=plan)
     await harness.run(request)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=A, token_ids=prompt), timeout_s=10
-    )
+    await harness.commit(request)
     more = prompt + make_prompt(40, seed=1)  # more than the queries that the method observes
     next_request = harness.request(more, session=A, plan=plan)
     ticket = replace(

@@ -9,16 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from kvtest.prefill import plan_of
+from kvtest.prefill import key_of, make_prompt
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
+from kvferry.shared.control.messages import PrefillRequest, SessionKey
 from kvferry.shared.errors import KvferryError
-from kvferry.shared.wire.messages import TransferKey
-from kvferry.tools.oracle import OneProcessGenerator
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -27,17 +24,8 @@ SESSION = SessionKey(owner="alice", session_id="a")
 LONG, SHORT = 700, 40
 
 
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
-
-
 def plan_for_method(method: str) -> CompressionPlan:
     return plan_for(method, budget=Budget(tokens=64) if preset(method).takes_budget else None)
-
-
-def key_of(request: PrefillRequest) -> TransferKey:
-    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
 
 
 class Overtaking:
@@ -78,15 +66,8 @@ class Overtaking:
 
 def assert_is_the_oracles(harness: Harness, request: PrefillRequest) -> None:
     """Every tensor on the wire, and the first token, bit for bit."""
-    generator = OneProcessGenerator(harness.model.model)
-    captured = generator.capture(list(request.prompt_token_ids))
-    expected = generator.compress(
-        captured, plan=plan_of(request).plan, max_new_tokens=request.sampling.max_tokens
-    )
-    for layer, kept in enumerate(expected.compressed):
-        sent = harness.sink.tensors(key_of(request), layer)
-        assert list(sent) == list(kept)
-        assert all(torch.equal(sent[name], its) for name, its in kept.items())
+    captured, expected = harness.oracle(request)
+    harness.assert_sent(request, expected)
     assert captured.logits is not None
     end = harness.sink.ends[key_of(request)]
     assert end.first_token is not None
@@ -148,9 +129,7 @@ async def test_a_turn_with_a_long_history_and_a_short_message_overtakes(harness:
     history, message = make_prompt(900), make_prompt(30, seed=2)
     request = harness.request(history, session=SESSION)
     await harness.run(request)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=history), timeout_s=10
-    )
+    await harness.commit(request)
     turn = harness.request(history + message, session=SESSION, plan=plan_for_method("snapkv"))
     long = harness.request(make_prompt(LONG, seed=3), session=SessionKey(owner="bob", session_id="b"))
     overtaking = Overtaking(harness, turn)
@@ -160,13 +139,7 @@ async def test_a_turn_with_a_long_history_and_a_short_message_overtakes(harness:
     assert_is_the_oracles(harness, long)
     staged = harness.store.turn(long.request_id)
     assert staged is not None
-    info = await harness.service.commit_turn(
-        CommitTurnRequest(
-            request_id=long.request_id, session=staged.session, token_ids=long.prompt_token_ids
-        ),
-        timeout_s=10,
-    )
-    assert info.num_tokens == LONG
+    assert (await harness.commit(long)).num_tokens == LONG
 
 
 async def test_cancelling_an_overtaken_pass_frees_everything_and_leaves_the_other_alone(

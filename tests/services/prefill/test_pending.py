@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kvtest.clock import Clock
 from kvtest.control import PREFILL_REQUEST
 
 from kvferry.services.prefill.turns import PendingTable
@@ -13,13 +14,6 @@ from kvferry.shared.errors import SessionPending
 
 KEY = SessionKey(owner="0a1b", session_id="s")
 LEASE_S = 30.0
-
-
-class Clock:
-    now_s = 5.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def test_a_turn_is_refused_while_one_beyond_its_base_is_pending(
     else:
         table.begin(turn("b", commit_id))
     table.begin(turn("a", commit_id))  # its own router knows it
-    clock.now_s += LEASE_S
+    clock.turn(LEASE_S)
     table.sweep()
     table.begin(turn("b", commit_id))
 

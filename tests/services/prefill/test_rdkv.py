@@ -8,43 +8,27 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from kvtest.prefill import plan_of
+from kvtest.prefill import make_prompt
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey, TransferDone
-from kvferry.shared.wire.messages import TransferKey
-from kvferry.tools.oracle import OneProcessGenerator
+from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
 
 PLAN = plan_for("rdkv", budget=Budget(retention=0.2))
 METHODS = ("rdkv", "rdkv-draft")
-SESSION = SessionKey(owner="alice", session_id="a")
-
-
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
 
 
 def assert_tensors_are_the_oracles(
     harness: Harness, request: PrefillRequest, done: TransferDone, earlier: tuple[int, ...] | None = None
 ) -> None:
-    generator = OneProcessGenerator(harness.model.model)
-    before = None if earlier is None else generator.capture(list(earlier))
-    captured = generator.capture(list(request.prompt_token_ids), earlier=before)
-    expected = generator.compress(
-        captured, plan=plan_of(request).plan, max_new_tokens=request.sampling.max_tokens
-    ).compressed
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    _, expected = harness.oracle(request, earlier)
+    harness.assert_sent(request, expected)
     sizes = dict.fromkeys(("codes", "scales", "rows", "index"), 0)
-    for layer, kept in enumerate(expected):
-        sent = harness.sink.tensors(key, layer)
-        assert list(sent) == list(kept)
-        assert all(torch.equal(sent[name], its) for name, its in kept.items()), layer
+    for kept in expected.compressed:
         if "layout" not in kept:
             sizes["rows"] += kept["keys"].nbytes + kept["values"].nbytes
             continue
@@ -74,14 +58,7 @@ async def test_a_second_turns_tensors_are_those_of_one_process_with_that_history
     harness: Harness, num_new: int, method: str
 ) -> None:
     prompt, plan = make_prompt(331), plan_for(method, budget=PLAN.budget)
-    request = harness.request(prompt, plan=plan, session=SESSION)
-    await harness.run(request)
-    await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=SESSION, token_ids=prompt), timeout_s=10
-    )
-    second = harness.request(prompt + make_prompt(num_new, seed=1), plan=plan, session=SESSION)
-    first, done = await harness.run(second)
-    assert first.reused_tokens == len(prompt)
+    second, done = await harness.second_turn(prompt, plan, num_new=num_new)
     assert_tensors_are_the_oracles(harness, second, done, earlier=prompt)
 
 
@@ -92,13 +69,8 @@ async def test_a_draft_reads_what_the_prompt_says_and_leaves_no_row_in_the_histo
         session = SessionKey(owner="alice", session_id=method)
         request = harness.request(prompt, plan=plan_for(method, budget=PLAN.budget), session=session)
         first, _ = await harness.run(request)
-        info = await harness.service.commit_turn(
-            CommitTurnRequest(request_id=request.request_id, session=session, token_ids=prompt), timeout_s=10
-        )
-        assert info.num_tokens == len(prompt)
-        key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
-        tensors = [harness.sink.tensors(key, layer) for layer in range(harness.model.spec.num_layers)]
-        results.append((first.token.token_id, tensors))
+        assert (await harness.commit(request)).num_tokens == len(prompt)
+        results.append((first.token.token_id, harness.sent(request)))
     (one, layers), (other, drafted) = results
     assert one == other
     assert any(not torch.equal(its["codes"], drafted[layer]["codes"]) for layer, its in enumerate(layers))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from kvtest.prefill import plan_of
+from kvtest.prefill import key_of, make_prompt, plan_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +18,6 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.wire.messages import TransferKey
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -57,11 +55,6 @@ def plain_run(demo_model_dir: Path):
     return run
 
 
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
-
-
 def pooled_scores(attention: Tensor, num_kv_heads: int, pooling: str, kernel: int, protected: int) -> Tensor:
     """`[H, T, T]` probabilities -> `[H_kv, T - protected]`."""
     before = attention.shape[-1] - protected
@@ -95,7 +88,7 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
         num_layers=spec.num_layers,
         head_dim=spec.head_dim,
     )
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    key = key_of(request)
     assert first.method == method
     for layer in range(spec.num_layers):
         rows = resolved.layers[layer].rows
@@ -127,7 +120,7 @@ async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harne
     request = dataclasses.replace(harness.request(make_prompt(200), plan=plan), retained_bins=8)
     first, _ = await harness.run(request)
     spec = harness.model.spec
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    key = key_of(request)
     rows = [harness.sink.rows(key, layer, "index").flatten() for layer in range(spec.num_layers)]
     counts = torch.cat([torch.bincount(its.long() // 25, minlength=8) for its in rows])
     assert first.retained_fractions == pytest.approx((counts / (25 * spec.num_kv_heads)).tolist())
@@ -139,7 +132,7 @@ async def test_full_ships_every_row_without_an_index(harness: Harness, plain_run
     prompt = make_prompt(num_tokens)
     request = harness.request(prompt)
     first, done = await harness.run(request)
-    key = TransferKey(transfer_id=request.ticket.transfer_id, generation=1)
+    key = key_of(request)
     plain = plain_run(prompt)
     for layer in range(harness.model.spec.num_layers):
         assert not harness.sink.has(key, layer, "index")
@@ -161,7 +154,7 @@ async def test_the_first_token_is_the_models_and_rides_on_the_end_record(harness
     assert first.token.token_id == int(logits.argmax())
     assert first.token.index == 3
     assert first.token.logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
-    end = harness.sink.ends[TransferKey(transfer_id=request.ticket.transfer_id, generation=1)]
+    end = harness.sink.ends[key_of(request)]
     assert end.first_token is not None
     assert end.first_token.token_id == first.token.token_id
     assert end.first_token.index == 3
@@ -190,14 +183,7 @@ async def test_the_manifest_names_the_prompt_the_plan_and_no_history(harness: Ha
 
 
 async def test_live_kv_does_not_grow_with_layers(harness: Harness) -> None:
-    seen: list[weakref.ref[Tensor]] = []
-    live: list[int] = []
-
-    def count(layer: int, keys: Tensor) -> None:
-        seen.append(weakref.ref(keys))
-        live.append(sum(ref() is not None for ref in seen))
-
-    harness.model.on_layer = count
+    live = harness.count_live()
     await harness.run(harness.request(make_prompt(300), plan=plan_for("rocketkv", budget=Budget(tokens=48))))
     assert len(live) == harness.model.spec.num_layers >= 4
     assert max(live) <= 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from kvtest.clock import Clock
+from kvtest.prefill import key_of, make_prompt
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
@@ -31,23 +32,6 @@ if TYPE_CHECKING:
 A = SessionKey(owner="key-a", session_id="s")
 B = SessionKey(owner="key-b", session_id="s")
 NOTHING = HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
-
-
-def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(10, 700, (num_tokens,), generator=generator).tolist())
-
-
-async def commit(harness: Harness, request: PrefillRequest, token_ids: tuple[int, ...]) -> HistoryInfo:
-    assert request.session is not None
-    return await harness.service.commit_turn(
-        CommitTurnRequest(request_id=request.request_id, session=request.session, token_ids=token_ids),
-        timeout_s=10,
-    )
-
-
-def key_of(request: PrefillRequest) -> TransferKey:
-    return TransferKey(transfer_id=request.ticket.transfer_id, generation=request.ticket.generation)
 
 
 class Returner:
@@ -134,7 +118,7 @@ async def test_the_next_turn_runs_only_its_new_tokens_and_ships_the_same_rows(ha
     assert harness.metric("prefill_tokens_total") == 150
     await Returner(harness, request).send(generated_rows(harness, prompt, generated))
     token_bytes = harness.model.spec.kv_token_bytes
-    info = await commit(harness, request, prompt + generated)
+    info = await harness.commit(request, prompt + generated)
     assert info == HistoryInfo(num_tokens=153, size_bytes=153 * token_bytes)
     assert await harness.service.session_info(A, timeout_s=10) == info
 
@@ -150,12 +134,8 @@ async def test_the_next_turn_runs_only_its_new_tokens_and_ships_the_same_rows(ha
     fresh = harness.request(second_prompt, plan=plan)
     fresh_first, _ = await harness.run(fresh)
     assert fresh_first.token == first.token
-    for layer in range(harness.model.spec.num_layers):
-        # 41 new tokens leave the window whole, so both turns score with the same 32 queries.
-        for name in ("keys", "values"):
-            with_history = harness.sink.rows(key_of(second), layer, name)
-            without = harness.sink.rows(key_of(fresh), layer, name)
-            torch.testing.assert_close(with_history, without, atol=1e-3, rtol=1e-3)
+    # 41 new tokens leave the window whole, so both turns score with the same 32 queries.
+    harness.assert_same_rows(second, fresh)
 
 
 async def test_a_turn_with_a_session_names_where_generated_kv_returns(harness: Harness) -> None:
@@ -172,7 +152,7 @@ async def test_a_prompt_without_a_session_ships_the_same_rows_from_a_stored_one(
     firsts = []
     for request in requests:
         first, _ = await harness.run(request)
-        await commit(harness, request, (*prompt, first.token.token_id))
+        await harness.commit(request, (*prompt, first.token.token_id))
         firsts.append(first)
     assert [(first.reused_tokens, first.reuse_source) for first in firsts] == [
         (0, "session"),
@@ -195,14 +175,14 @@ async def test_a_method_that_looks_at_all_queries_stores_no_prompt_without_a_ses
     assert first.reused_tokens == 0
     assert harness.store.size_bytes == 0
     with pytest.raises(HistoryMiss):
-        await commit(harness, request, (*request.prompt_token_ids, first.token.token_id))
+        await harness.commit(request, (*request.prompt_token_ids, first.token.token_id))
 
 
 async def test_without_a_return_the_prompt_alone_is_committed(harness: Harness) -> None:
     prompt = make_prompt(30)
     request = harness.request(prompt, session=A)
     await harness.run(request)
-    assert (await commit(harness, request, (*prompt, 20, 21))).num_tokens == 30
+    assert (await harness.commit(request, (*prompt, 20, 21))).num_tokens == 30
 
 
 async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness) -> None:
@@ -247,14 +227,14 @@ async def test_a_return_that_does_not_match_its_turn_is_refused(harness: Harness
     with contextlib.suppress(ProtocolMismatch):
         await returner.send(rows)
     assert harness.store.size_bytes == staged_bytes
-    assert (await commit(harness, request, (*prompt, 20, 21, 22))).num_tokens == 32
+    assert (await harness.commit(request, (*prompt, 20, 21, 22))).num_tokens == 32
 
 
 async def test_a_return_after_the_turn_is_over_is_refused(harness: Harness) -> None:
     prompt = make_prompt(30)
     request = harness.request(prompt, session=A)
     await harness.run(request)
-    await commit(harness, request, prompt)
+    await harness.commit(request, prompt)
     with pytest.raises(LeaseExpired):
         await Returner(harness, request).send(generated_rows(harness, prompt, (20, 21)))
 
@@ -268,7 +248,7 @@ async def test_abort_drops_what_was_staged_and_unknown_ids_are_no_error(harness:
     await harness.service.abort_turn("nosuch", timeout_s=10)
     assert harness.store.size_bytes == 0
     with pytest.raises(HistoryMiss):
-        await commit(harness, request, prompt)
+        await harness.commit(request, prompt)
 
 
 async def test_a_commit_for_another_session_is_refused(harness: Harness) -> None:
@@ -288,7 +268,7 @@ async def test_a_session_dropped_during_the_turn_stays_dropped(harness: Harness)
     await harness.run(request)
     assert await harness.service.drop_session(A, timeout_s=10) == NOTHING
     with pytest.raises(SessionNotFound):
-        await commit(harness, request, prompt)
+        await harness.commit(request, prompt)
     assert harness.store.size_bytes == 0
 
 
@@ -296,7 +276,7 @@ async def test_history_lost_in_mid_prompt_is_computed_again(harness: Harness) ->
     prompt = make_prompt(150)
     request = harness.request(prompt, session=A)
     await harness.run(request)
-    await commit(harness, request, prompt)
+    await harness.commit(request, prompt)
     plan = plan_for("full")
     longer = prompt + make_prompt(40, seed=1)
     layers_before_loss = []
@@ -319,13 +299,9 @@ async def test_history_lost_in_mid_prompt_is_computed_again(harness: Harness) ->
     fresh = harness.request(longer, plan=plan)
     fresh_first, _ = await harness.run(fresh)
     assert fresh_first.token == first.token
-    for layer in range(harness.model.spec.num_layers):
-        for name in ("keys", "values"):
-            ours = harness.sink.rows(key_of(second), layer, name)
-            expected = harness.sink.rows(key_of(fresh), layer, name)
-            torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
+    harness.assert_same_rows(second, fresh)
     with pytest.raises(SessionNotFound):
-        await commit(harness, second, longer)
+        await harness.commit(second, longer)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +313,7 @@ async def test_no_transfer_has_layers_of_two_runs(harness: Harness, method: str,
     prompt = make_prompt(150)
     request = harness.request(prompt, session=A)
     await harness.run(request)
-    await commit(harness, request, prompt)
+    await harness.commit(request, prompt)
     num_layers = []
 
     def drop_at_layer_two(layer: int, keys: Tensor) -> None:
@@ -362,7 +338,7 @@ async def test_a_request_retried_under_its_id_replaces_its_turn(harness: Harness
     again = harness.request(prompt, session=A, request_id=request.request_id)
     await harness.run(again)
     assert harness.store.size_bytes == 30 * harness.model.spec.kv_token_bytes
-    assert (await commit(harness, again, prompt)).num_tokens == 30
+    assert (await harness.commit(again, prompt)).num_tokens == 30
 
 
 @pytest.mark.parametrize("prefill_options", [{"turn_lease_s": 30.0}], ids=["short-lease"])
@@ -393,5 +369,5 @@ async def test_a_prompt_larger_than_the_history_is_served_without_it(harness: Ha
     prompt = make_prompt(30)
     request = harness.request(prompt, session=A, sampling=SamplingParams(max_tokens=1, temperature=0.0))
     await harness.run(request)
-    assert await commit(harness, request, prompt) == NOTHING
+    assert await harness.commit(request, prompt) == NOTHING
     assert harness.store.size_bytes == 0

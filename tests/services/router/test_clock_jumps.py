@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtest.router import eventually
+from kvtest.clock import Clock
+from kvtest.router import eventually, say
 
 from kvferry.services.router.app import Timing
 
@@ -19,34 +19,12 @@ DAY_S = 86_400.0
 KEY = {"authorization": "Bearer key-a"}
 
 
-@dataclass
-class Clock:
-    """Unix time that can be set."""
-
-    ahead_s: float = 0.0
-
-    def __call__(self) -> float:
-        return _time() + self.ahead_s
-
-
-_time = time.time
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+    """Unix time, for all of the process."""
+    made = Clock(time.time)
     monkeypatch.setattr(time, "time", made)
     return made
-
-
-async def say(stack: Any, content: str, **extra: Any) -> Any:
-    return await stack.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=4,
-        extra_body={"session_id": "s", "session_mode": "append", **extra},
-    )
 
 
 @pytest.mark.covering(1)
@@ -74,7 +52,7 @@ async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(
     stack.script.may_prefill.clear()
     running = asyncio.create_task(say(stack, contents[1]))
     await eventually(lambda: len(stack.prefill[0].requests) == 2)
-    clock.ahead_s = jump_s
+    clock.turn(jump_s)
     await stack.swept(4)
     if where == "redis":
         await renewed(redis_server)
@@ -82,7 +60,7 @@ async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(
     stack.script.may_prefill.set()
     assert (await running).usage.completion_tokens == 4
     await say(stack, contents[2])
-    clock.ahead_s = 0.0
+    clock.turn(-jump_s)
     await stack.swept(4)
     await say(stack, contents[3])
     await stack.has_turns("s", 4)
@@ -103,8 +81,8 @@ async def test_a_keys_minute_has_sixty_seconds(
     stack = await start_stack(api_keys_file=str(path), clock=clock)
     body = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}
     answers = []
-    for ahead_s in (0.0, jump_s, 0.0):
-        clock.ahead_s = ahead_s
+    for by_s in (0.0, jump_s, -jump_s):
+        clock.turn(by_s)
         answers.append(await stack.http.post("/v1/chat/completions", json=body, headers=KEY))
     assert [its.status_code for its in answers] == [200, 429, 429]
     assert all(1 <= int(its.headers["retry-after"]) <= 60 for its in answers[1:])

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from kvtest.clock import Clock
 from kvtest.router import eventually
 
 from kvferry.services.router.app import Timing
@@ -16,13 +17,6 @@ from kvferry.shared.history.records import BLOCK_TOKENS
 WORDS = "the old sailor painted the quiet bridge . " * 8
 AT_P = {"prefill_address": "p", "decode_address": "d"}
 LONG, LONGER, OTHER = WORDS, WORDS + "what is the pin ?", "the red castle . " * 20
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def table(max_per_key: int = 2, clock: Clock | None = None) -> ImplicitSessions:
@@ -104,7 +98,7 @@ async def test_a_key_has_a_bounded_number_of_them_and_they_expire(start_stack: A
     await eventually(lambda: len(stack.prefill[0].dropped) == 1)
     await stack.swept()
     assert len(stack.prefill[0].history) == 1
-    clock.now_s += 60.0
+    clock.turn(60.0)
     await eventually(lambda: stack.prefill[0].history == {})
 
 
@@ -231,9 +225,9 @@ def test_unused_prompts_expire() -> None:
     for turn in turns:
         assert turn is not None
         sessions.add(turn, **AT_P)
-    clock.now_s += 59.0
+    clock.turn(59.0)
     sessions.begin("o", prompt(0))
-    clock.now_s += 1.0
+    clock.turn(1.0)
     assert sessions.remove_stale() == [(turns[1].key, "p")]  # type: ignore[union-attr]
-    clock.now_s += 59.0
+    clock.turn(59.0)
     assert sessions.remove_stale() == [(turns[0].key, "p")]  # type: ignore[union-attr]

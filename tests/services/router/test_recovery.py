@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvtest.router import LAST_INDEX, eventually
+from kvtest.scripted_workers import failing_at, lost
 
 from kvferry.shared.errors import (
     Cancelled,
@@ -24,18 +25,6 @@ BODY: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 12,
 }
-
-
-def failing_at(count: int, error: KvferryError) -> Any:
-    def fault(num_tokens: int) -> None:
-        if num_tokens == count:
-            raise error
-
-    return fault
-
-
-def lost() -> KvferryError:
-    return WorkerUnavailable("the connection broke")
 
 
 async def complete(stack: Any, **fields: Any) -> dict[str, Any]:

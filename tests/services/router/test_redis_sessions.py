@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kvtest.clock import Clock
 from kvtest.scripted_workers import Announced
 
 from kvferry.services.router.sessions import redis_store
@@ -35,14 +36,8 @@ RECORD = SessionRecord(
     last_plan={"method": "full", "prefill_ms": 0.5},
     prefill_addresses=("a:1",),
 )
+NOW_S = 1_900_000_000.0
 TURN_2 = replace(RECORD, turns=2, token_ids=(1, 2, 300_000, 4))
-
-
-class Clock:
-    now_s = 1_900_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Router:
@@ -50,7 +45,7 @@ class Router:
 
     def __init__(self, url: str, **options: Any) -> None:
         self.events: list[str] = []
-        self.clock = options.pop("clock", None) or Clock()
+        self.clock = options.pop("clock", None) or Clock(lambda: NOW_S)
         settings: dict[str, Any] = {"lease_s": 30.0, "wait_s": 30.0, "ttl_s": 600.0, **options}
         # The breaker is impatient so that tests need not wait for it.
         link = AsyncRedisLink(
@@ -122,7 +117,7 @@ async def test_another_router_goes_on_with_the_session(router: Callable[..., Rou
     found = await other.turn(TURN_2)
     assert found is not None
     assert replace(found, commit_id="", expires_at_s=0.0) == RECORD
-    assert found.expires_at_s == Clock.now_s + 600.0
+    assert found.expires_at_s == NOW_S + 600.0
     assert await one.turns() == 2
     ((key, summary),) = await one.store.owned_by(KEY.owner, documents=False)
     assert (key, summary.num_tokens, summary.turns) == (KEY, 4, 2)
@@ -233,8 +228,8 @@ async def test_sessions_expire_in_redis_and_here(router: Callable[..., Router], 
     with redis_server.client() as client:
         for index, name, ttl_s in (("sessions", "s", 600), ("documents", "document/d", 900)):
             assert client.pttl(f"kvferry:router:{{0a1b}}:session:{name}") == -1  # never evicted by Redis
-            assert client.zscore(f"kvferry:router:{{0a1b}}:{index}", name) == (Clock.now_s + ttl_s) * 1000
-    one.clock.now_s += 601.0
+            assert client.zscore(f"kvferry:router:{{0a1b}}:{index}", name) == (NOW_S + ttl_s) * 1000
+    one.clock.turn(601.0)
     assert await one.turns() is None
     assert await one.store.owned_by(KEY.owner, documents=False) == []
     assert len(await one.store.owned_by(KEY.owner, documents=True)) == 1
@@ -253,7 +248,7 @@ async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> N
     usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (1, 4)
     # Redis's clock is the real one.
-    assert usage.first_expires_in_s == pytest.approx(Clock.now_s + 600 - time.time(), abs=60)
+    assert usage.first_expires_in_s == pytest.approx(NOW_S + 600 - time.time(), abs=60)
     await one.store.delete(KEY)
     usage = await other.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (1, 4)
@@ -381,7 +376,7 @@ async def test_a_record_of_an_earlier_release_goes_on_in_parts(
     router: Callable[..., Router], redis_server: Any
 ) -> None:
     one = router()
-    earlier = replace(after_turns(3), commit_id="c3", expires_at_s=Clock.now_s + 60.0)
+    earlier = replace(after_turns(3), commit_id="c3", expires_at_s=NOW_S + 60.0)
     write_as_earlier_release(redis_server, earlier)
     assert the_same(await one.store.get(KEY), after_turns(3))
     assert the_same(await one.turn(after_turns(4)), after_turns(3))
@@ -452,7 +447,7 @@ async def test_a_commit_that_is_repeated_is_there_once(
     await converse(one, 1, 3)
     stored = await records.acquire(KEY, "r.1", 30.0)
     assert stored is not None
-    turn = replace(after_turns(4), commit_id="c4", expires_at_s=Clock.now_s + 60.0)
+    turn = replace(after_turns(4), commit_id="c4", expires_at_s=NOW_S + 60.0)
     for _ in range(2):
         its = await records.commit(KEY, "r.1", (stored.commit_id,), turn, before=stored.record)
         assert its is not None
@@ -713,8 +708,8 @@ async def test_a_lost_record_is_an_error_where_it_matters(
 
 
 async def test_what_has_expired_is_removed(router: Callable[..., Router], redis_server: Any) -> None:
-    clock = Clock()
-    clock.now_s = time.time() - 600.0  # so that a turn of 600 s has just expired by Redis's clock
+    began_s = time.time() - 600.0  # so that a turn of 600 s has just expired by Redis's clock
+    clock = Clock(lambda: began_s)
     one, document = router(clock=clock), document_key("0a1b", "d")
     await one.turn()
     await one.turn(key=document)

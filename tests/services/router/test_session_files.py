@@ -10,6 +10,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtest.router import say
 from pydantic import ValidationError
 
 from kvferry.services.router.http.errors import from_framework
@@ -17,16 +18,6 @@ from kvferry.services.router.sessions.record import SessionFile
 from kvferry.shared.errors import InvalidRequest
 
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
-
-
-async def say(stack: Any, content: str, session_id: str = "s", client: Any = None) -> Any:
-    return await (client or stack.client).chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=4,
-        extra_body={"session_id": session_id, "session_mode": "append"},
-    )
 
 
 async def export(stack: Any, session_id: str = "s", headers: dict[str, str] = A) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from kvtest.clock import Clock
 
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionStore
@@ -12,13 +13,6 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import SessionBusy, SessionNotFound
 
 RECORD = SessionRecord(kind="chat", model_fingerprint="f", token_ids=(1, 2, 3), turns=1)
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def key(name: str = "s", owner: str = "o") -> SessionKey:
@@ -119,14 +113,14 @@ async def test_idle_sessions_expire_and_busy_ones_do_not() -> None:
     clock = Clock()
     sessions = store(clock)
     await have(sessions, "s")
-    clock.now_s += 59.0
+    clock.turn(59.0)
     await have(sessions, "t")
-    clock.now_s += 1.0
+    clock.turn(1.0)
     with pytest.raises(SessionNotFound):
         await sessions.get(key("s"))
     assert (await sessions.get(key("t"))).expires_at_s == 1000.0 + 59.0 + 60.0
     async with sessions.lease(key("t")):
-        clock.now_s += 600.0
+        clock.turn(600.0)
         assert list(await sessions.remove_stale()) == [key("s")]
         assert await sessions.get(key("t"))
     assert list(await sessions.remove_stale()) == [key("t")]
@@ -136,7 +130,7 @@ async def test_expired_session_starts_anew() -> None:
     clock = Clock()
     sessions = store(clock)
     await have(sessions, "s")
-    clock.now_s += 60.0
+    clock.turn(60.0)
     async with sessions.lease(key()) as lease:
         assert lease.record is None
 
@@ -145,7 +139,7 @@ async def test_longest_idle_sessions_make_room() -> None:
     clock = Clock()
     sessions = store(clock, max_sessions=2)
     for name in ("a", "b", "c", "d"):
-        clock.now_s += 1.0
+        clock.turn(1.0)
         await have(sessions, name)
     assert [gone.session_id for gone in await sessions.remove_stale()] == ["a", "b"]
     assert [found.session_id for found, _ in await sessions.owned_by("o", documents=False)] == ["c", "d"]

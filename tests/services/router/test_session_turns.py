@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from kvtest.clock import Clock
 from kvtest.router import eventually, scripted_token
 
 from kvferry.services.router.app import Timing
@@ -15,13 +16,6 @@ from kvferry.shared.errors import HistoryMiss, TransferFailed
 
 FIRST = {"role": "user", "content": "the red castle ."}
 SECOND = {"role": "user", "content": "what is the pin ?"}
-
-
-class Clock:
-    now_s = 1_900_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def say(stack: Any, *messages: dict[str, Any], client: Any = None, **fields: Any) -> Any:
@@ -295,7 +289,7 @@ async def test_expired_session_is_gone(start_stack: Any) -> None:
     await say(stack, FIRST)
     await eventually(lambda: bool(stack.prefill[0].history))  # the turn has ended
     assert (await info(stack)).status_code == 200
-    clock.now_s += 60.0
+    clock.turn(60.0)
     assert (await info(stack)).status_code == 404
     assert (await say(stack, SECOND, session_mode="append")).usage.prompt_tokens < len(prompts(stack)[0]) * 2
 
@@ -305,7 +299,7 @@ async def test_only_workers_that_had_an_expired_session_are_told(start_stack: An
     stack = await start_stack(num_prefill=3, num_decode=3, session_ttl_s=60.0, clock=clock, timing=timing)
     await say(stack, FIRST)
     await eventually(lambda: any(worker.history for worker in stack.prefill))  # the turn has ended
-    clock.now_s += 60.0
+    clock.turn(60.0)
     await stack.swept()
     assert [sum(bool(its.dropped) for its in role) for role in (stack.prefill, stack.decode)] == [1, 1]
 

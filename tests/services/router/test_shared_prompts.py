@@ -3,27 +3,15 @@ tokens are those of an undisturbed request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kvtest.router import eventually
+from kvtest.scripted_workers import failing_at, lost
 
-from kvferry.shared.errors import CapacityExceeded, KvferryError, LeaseExpired, WorkerUnavailable
+from kvferry.shared.errors import CapacityExceeded, LeaseExpired
 
 N, MAX_TOKENS = 4, 6
-
-
-def failing_at(count: int, error: KvferryError) -> Callable[[int], None]:
-    def fault(num_tokens: int) -> None:
-        if num_tokens == count:
-            raise error
-
-    return fault
-
-
-def lost() -> KvferryError:
-    return WorkerUnavailable("the connection broke")
 
 
 async def complete(stack: Any, status: int = 200, **fields: Any) -> Any:

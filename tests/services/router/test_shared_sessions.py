@@ -11,21 +11,11 @@ from typing import Any
 import openai
 import pytest
 from kvtest.chaos.links import Link
-from kvtest.router import eventually
+from kvtest.router import eventually, say
 
 from kvferry.services.router.app import Timing
 
 A = {"Authorization": "Bearer key-a"}
-
-
-async def say(stack: Any, content: str, **extra: Any) -> Any:
-    return await stack.client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        max_tokens=4,
-        extra_body={"session_id": "s", "session_mode": "append", **extra},
-    )
 
 
 def link_of(stack: Any) -> Any:

@@ -16,13 +16,13 @@ import openai
 import pytest
 import structlog
 from kvtest.router import eventually
+from kvtest.scripted_workers import failing_at
 
 from kvferry.services.router.http import middleware
 from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.errors import (
     CapacityExceeded,
     HistoryMiss,
-    KvferryError,
     Overloaded,
     ProtocolMismatch,
 )
@@ -33,16 +33,6 @@ BODY: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 20,
 }
-
-
-def failing_at(count: int, error: KvferryError) -> Any:
-    """A fault that raises once so many tokens were sent."""
-
-    def fault(num_tokens: int) -> None:
-        if num_tokens == count:
-            raise error
-
-    return fault
 
 
 def events_of(text: str) -> list[str]:

@@ -2,67 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, one_format
+from kvtest.delta import DIM, FOUR_TOKENS, draw_delta
 from torch import Tensor
 
 from kvferry.shared.cache.arena import header_of
-from kvferry.shared.cache.delta import (
-    NEW_ROWS,
-    DeltaLayer,
-    Positions,
-    RetainedChain,
-    RetainedRows,
-    delta_tensors,
-)
+from kvferry.shared.cache.delta import NEW_ROWS, DeltaLayer, Positions, delta_tensors
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache
 from kvferry.shared.compression.interface import TensorSpec
-
-DIM = 3
-
-
-def selection(data: st.DataObject, *, heads: int, num_tokens: int) -> Positions | None:
-    """Positions `[H_kv, n]`; None where all are kept."""
-    num_rows = data.draw(st.integers(1, num_tokens))
-    if num_rows == num_tokens:
-        return None
-    draw = st.permutations(range(num_tokens)).map(lambda order: sorted(order[:num_rows]))
-    return np.array([data.draw(draw) for _ in range(heads)], np.int32)
-
-
-def rows_of(tokens: Tensor, positions: Positions | None) -> Tensor:
-    """K or V rows of `[H_kv, T, D]` at these positions."""
-    if positions is None:
-        return tokens.clone()
-    return torch.stack(
-        [rows[torch.from_numpy(its).long()] for rows, its in zip(tokens, positions, strict=True)]
-    )
-
-
-def retained_rows(
-    tokens: Sequence[Tensor], positions: Positions | None, *, prompt: int, generated: int
-) -> tuple[Tensor, Tensor]:
-    """As the arena has them: the prompt's rows, generated ones after them, the rest never written."""
-    keys, values = (
-        torch.cat(
-            [
-                rows_of(its[:, :prompt], positions),
-                its[:, prompt : prompt + generated],
-                torch.full((len(its), 2, DIM), torch.nan),
-            ],
-            1,
-        )
-        for its in tokens
-    )
-    return keys, values
 
 
 def plain_format(positions: Positions | None, *, heads: int, num_tokens: int) -> LayerFormat:
@@ -77,45 +31,12 @@ def plain_format(positions: Positions | None, *, heads: int, num_tokens: int) ->
 
 @given(st.data())
 def test_retained_and_new_rows_together_are_the_whole_layer(data: st.DataObject) -> None:
-    heads = data.draw(st.sampled_from([1, 2, 3]))
-    # the prompts of earlier turns, the newest first, each a part of the one before it
-    prompts = sorted(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)), reverse=True)
-    generated, more = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
-    total = prompts[0] + generated + more
-    tokens = [torch.randn(heads, total, DIM, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    before = [selection(data, heads=heads, num_tokens=prompt) for prompt in prompts]
-    after = selection(data, heads=heads, num_tokens=total)
-    num_shared = data.draw(st.integers(1, prompts[0] + generated))
-    depth = data.draw(st.integers(1, len(prompts)))
-    retained = RetainedChain(
-        selections=tuple(
-            RetainedRows(transfer_id=7, num_prompt_tokens=prompt, num_tokens=total, layers=(positions,))
-            for prompt, positions in zip(prompts, before, strict=True)
-        )
-    ).first(depth, num_shared)
-    rows = [
-        # nothing generated after an earlier prompt is counted on
-        retained_rows(tokens, positions, prompt=prompt, generated=0 if number else generated)
-        for number, (prompt, positions) in enumerate(zip(prompts, before, strict=True))
-    ][:depth]
-    whole = dict(zip(("keys", "values"), (rows_of(its, after) for its in tokens), strict=True))
-    index = {} if after is None else {"index": torch.from_numpy(after)}
-    sent = delta_tensors({**index, **whole}, 0, retained)
-    wanted = after if after is not None else np.tile(np.arange(total, dtype=np.int32), (heads, 1))
-
-    def is_retained(head: int, token: int) -> bool:
-        generated_last = prompts[0] <= token
-        kept_once = any(
-            token < prompt and (positions is None or token in positions[head])
-            for prompt, positions in zip(prompts[:depth], before[:depth], strict=True)
-        )
-        return token < num_shared and (generated_last or kept_once)
-
-    num_new = sum(not is_retained(head, token) for head in range(heads) for token in wanted[head])
-    assert list(sent) == [*index, NEW_ROWS, "keys", "values"]
+    delta = draw_delta(data)
+    sent, num_new = delta.sent, sum(delta.num_new)
+    assert list(sent) == [*([] if delta.positions is None else ["index"]), NEW_ROWS, "keys", "values"]
     assert sent["keys"].shape == sent["values"].shape == (num_new, DIM)
-    placed = Placed.of(plain_format(after, heads=heads, num_tokens=total))
-    layer = DeltaLayer(placed.layout.format, 0, retained, rows)
+    placed = Placed.of(plain_format(delta.positions, heads=delta.heads, num_tokens=delta.num_tokens))
+    layer = DeltaLayer(placed.layout.format, 0, delta.retained, delta.rows)
     places = layer.receive(header_of(sent), placed.regions)
     assert list(places) == list(sent)
     assert places["keys"].nbytes + places["values"].nbytes == 2 * num_new * DIM * 4
@@ -123,23 +44,16 @@ def test_retained_and_new_rows_together_are_the_whole_layer(data: st.DataObject)
         place.copy_(sent[name])
     cache = layer.open(placed.regions, places)
     assert isinstance(cache, RowsCache)
-    for target, expected in zip((cache.keys, cache.values), whole.values(), strict=True):
-        assert torch.equal(target[:, : expected.shape[1]], expected)
-        assert target[:, expected.shape[1] :].isnan().all()
-    assert (cache.positions is None) == (after is None)
-    assert after is None or np.array_equal(cache.positions, after)
+    delta.assert_received(cache)
 
 
 def delta_of_five_tokens() -> tuple[Placed, DeltaLayer, dict[str, Tensor]]:
     """The layer of a prompt of five tokens, the first four of them retained, and what is sent of it."""
-    retained = RetainedChain(
-        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
-    )
     rows = torch.zeros(2, 6, DIM)
     placed = Placed.of(plain_format(None, heads=2, num_tokens=5))
     prompt = torch.randn(2, 5, DIM)
-    sent = delta_tensors({"keys": prompt, "values": prompt}, 0, retained)
-    return placed, DeltaLayer(placed.layout.format, 0, retained, [(rows, rows)]), sent
+    sent = delta_tensors({"keys": prompt, "values": prompt}, 0, FOUR_TOKENS)
+    return placed, DeltaLayer(placed.layout.format, 0, FOUR_TOKENS, [(rows, rows)]), sent
 
 
 @pytest.mark.parametrize(
@@ -180,13 +94,10 @@ def test_other_tensors_than_a_deltas_and_more_rows_than_the_layer_has_are_refuse
 
 
 def test_positions_that_no_selection_makes_are_refused() -> None:
-    retained = RetainedChain(
-        selections=(RetainedRows(transfer_id=7, num_prompt_tokens=4, num_tokens=4, layers=(None,)),)
-    )
     for index in ([[0, 5], [0, 1]], [[1, 0], [0, 1]], [[-1, 0], [0, 1]]):
         positions = torch.tensor(index, dtype=torch.int32)
         placed = Placed.of(plain_format(positions.numpy(), heads=2, num_tokens=5))
-        layer = DeltaLayer(placed.layout.format, 0, retained, [(torch.zeros(2, 6, DIM),) * 2])
+        layer = DeltaLayer(placed.layout.format, 0, FOUR_TOKENS, [(torch.zeros(2, 6, DIM),) * 2])
         sent = {
             "index": positions,
             NEW_ROWS: torch.zeros(2, dtype=torch.int32),

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -33,36 +34,30 @@ async def test_nobody_listening_is_worker_unavailable() -> None:
         await client.close()
 
 
-async def test_closing_lets_calls_finish_within_the_grace(decode: Any) -> None:
-    server = await serve_control(listen="127.0.0.1:0", decode=decode)
-    client = GrpcDecodeClient(server.address)
+async def closed_in_mid_call(decode: Any, client: GrpcDecodeClient, close: Callable[[], Any]) -> list[Any]:
+    """The events of a call that runs when the server closes."""
+    request = kit.generate_request()
+    reader = asyncio.create_task(kit.collect(client.generate(request, timeout_s=kit.WAIT_S)))
+    assert await kit.eventually(lambda: len(decode.request_ids) == 1)
+    await close()
+    return await reader
+
+
+async def test_closing_lets_calls_finish_within_the_grace(
+    decode: Any, server: ControlServer, decode_client: GrpcDecodeClient
+) -> None:
     decode.gap_s = 0.2
-    try:
-        reader = asyncio.create_task(
-            kit.collect(client.generate(kit.generate_request(), timeout_s=kit.WAIT_S))
-        )
-        assert await kit.eventually(lambda: len(decode.request_ids) == 1)
-        await server.close(kit.WAIT_S)
-        assert len(await reader) == 5
-    finally:
-        await client.close()
+    events = await closed_in_mid_call(decode, decode_client, lambda: server.close(kit.WAIT_S))
+    assert len(events) == 5
 
 
-async def test_closing_cancels_calls_after_the_grace(decode: Any) -> None:
-    server = await serve_control(listen="127.0.0.1:0", decode=decode)
-    client = GrpcDecodeClient(server.address)
+async def test_closing_cancels_calls_after_the_grace(
+    decode: Any, server: ControlServer, decode_client: GrpcDecodeClient
+) -> None:
     decode.gap_s = 60.0
-    try:
-        reader = asyncio.create_task(
-            kit.collect(client.generate(kit.generate_request(), timeout_s=kit.WAIT_S))
-        )
-        assert await kit.eventually(lambda: len(decode.request_ids) == 1)
-        await server.close(0.1)
-        with pytest.raises((WorkerUnavailable, Cancelled)):
-            await reader
-        assert await kit.eventually(lambda: decode.num_closed == 1)
-    finally:
-        await client.close()
+    with pytest.raises((WorkerUnavailable, Cancelled)):
+        await closed_in_mid_call(decode, decode_client, lambda: server.close(0.1))
+    assert await kit.eventually(lambda: decode.num_closed == 1)
 
 
 WORKER = """

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kvtest.history import Worker
+from kvtest.history import TOKEN_BYTES, Worker, fifty_turns, tokens
 from safetensors import safe_open
 
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import ConfigurationError, HistoryMiss, SessionBusy
+from kvferry.shared.errors import ConfigurationError, HistoryMiss
 from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.rows import RowPrecision, chunk_rows
 from kvferry.shared.history.storage import new_record
@@ -35,12 +36,6 @@ from kvferry.shared.model.spec import Heads
 
 A = SessionKey(owner="key-a", session_id="s")
 B = SessionKey(owner="key-b", session_id="s")
-TOKEN_BYTES = 2 * 3 * 2 * 4 * 4
-
-
-def tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed)
-    return tuple(generator.randrange(1, 900) for _ in range(num_tokens))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -125,44 +120,11 @@ def test_a_queue_that_is_full_refuses_a_commit_and_the_next_one_brings_it(
     assert make_disk_worker().turn(sessions[-1], (1, 2, 3, 4)) == 3
 
 
-def test_two_workers_cannot_both_commit_a_turn(make_disk_worker: Callable[..., Worker]) -> None:
-    first, second = make_disk_worker(), make_disk_worker()
-    base, one, other = tokens(20), (*tokens(20), 1, 2, 3), (*tokens(20), 4, 5)
-    first.turn(A, base)
-    turns = [(worker, worker.begin(A, prompt), prompt) for worker, prompt in ((first, one), (second, other))]
-    for worker, turn, prompt in turns:
-        worker.run(turn, prompt, lambda layer: None)
-    turns[0][1].commit(one)
-    with pytest.raises(SessionBusy):
-        turns[1][1].commit(other)
-    assert second.failures == {"fenced": 1}
-    assert second.store.size_bytes == 0
-    assert second.turn(A, (*one, 9)) == len(one)
-
-
-def test_two_first_turns_are_fenced_too(make_disk_worker: Callable[..., Worker]) -> None:
-    first, second = make_disk_worker(), make_disk_worker()
-    turns = [(worker, worker.begin(A, tokens(9))) for worker in (first, second)]
-    for worker, turn in turns:
-        worker.run(turn, tokens(9), lambda layer: None)
-    turns[1][1].commit(tokens(9))
-    with pytest.raises(SessionBusy):
-        turns[0][1].commit(tokens(9))
-
-
 def test_fifty_turns_with_branches_keep_every_row_and_no_other_file(
     make_disk_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     workers = [make_disk_worker(max_bytes=400 * TOKEN_BYTES) for _ in range(2)]
-    generator = random.Random(3)
-    said: tuple[int, ...] = ()
-    for number in range(50):
-        begin = said if generator.random() > 0.2 else said[: generator.randrange(len(said) + 1)]
-        prompt = begin + tokens(generator.randrange(1, 6), seed=number)
-        answer = tokens(3, seed=1000 + number)
-        reused = generator.choice(workers).turn(A, prompt, answer)
-        assert reused == min(max(0, len(said) - 1), len(begin), len(prompt) - 1)
-        said = prompt + answer
+    said = fifty_turns(A, workers)
     record = workers[0].disk.record(A)
     assert record is not None
     names = {path.stem for path in tmp_path.rglob("*.safetensors")}
@@ -231,16 +193,6 @@ def test_an_expired_session_is_not_read_and_is_removed(
     assert make_disk_worker().turn(A, (*tokens(20), 1, 2)) == 21
 
 
-def test_another_models_history_is_replaced_and_never_read(make_disk_worker: Callable[..., Worker]) -> None:
-    make_disk_worker().turn(A, tokens(20))
-    other = make_disk_worker(fingerprint="model-b")
-    assert other.turn(A, (*tokens(20), 1)) == 0
-    record = other.disk.record(A)
-    assert record is not None
-    assert record.body.fingerprint == "model-b"
-    assert make_disk_worker(bits="8").begin(A, (*tokens(20), 1, 2)).reused_tokens == 0
-
-
 def test_a_document_is_found_on_disk(make_disk_worker: Callable[..., Worker]) -> None:
     document = SessionKey(owner="key-a", session_id="document/d")
     make_disk_worker().turn(document, tokens(75))
@@ -270,14 +222,20 @@ def test_disk_is_asked_before_redis_and_both_are_written(
     assert both.begin(A, (*said, 1, 2)).reused_by_tier == {"memory": 0, "redis": 31}
 
 
-def test_a_disk_that_refuses_a_write_costs_the_turn_nothing(make_disk_worker: Callable[..., Worker]) -> None:
-    worker = make_disk_worker()
+@contextmanager
+def small_files_only() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        worker.turn(A, tokens(30))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_refuses_a_write_costs_the_turn_nothing(make_disk_worker: Callable[..., Worker]) -> None:
+    worker = make_disk_worker()
+    with small_files_only():
+        worker.turn(A, tokens(30))
     assert worker.failures == {"io": 1}
     assert worker.store.info(A).tier == "memory"
     assert worker.turn(A, (*tokens(30), 1)) == 30
@@ -341,13 +299,9 @@ def test_what_a_disk_refused_is_written_when_the_worker_drains(
     make_disk_worker: Callable[..., Worker],
 ) -> None:
     worker = make_disk_worker()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
+    with small_files_only():
         worker.turn(A, tokens(30))
         assert worker.store.write_behind(60.0) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert worker.failures == {"io": 2}
     assert worker.store.write_behind(60.0) == 0
     assert make_disk_worker().turn(A, (*tokens(30), 1)) == 30
@@ -481,8 +435,6 @@ def test_every_changed_byte_is_a_miss_or_changes_nothing(
 def test_any_other_file_is_a_miss(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes, header: bool
 ) -> None:
-    from kvtest.history import Worker
-
     folder = tmp_path_factory.mktemp("junk")
     worker = Worker(folder=folder)
     worker.turn(A, tokens(3))

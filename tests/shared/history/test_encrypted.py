@@ -23,16 +23,6 @@ PROMPT = tuple(random.Random(3).randrange(1, 900) for _ in range(70))
 LONGER = (*PROMPT, 5, 6, 7)
 
 
-@pytest.fixture(params=["redis", "disk"])
-def make(
-    request: pytest.FixtureRequest,
-    make_worker: Callable[..., Worker],
-    make_disk_worker: Callable[..., Worker],
-) -> Callable[..., Worker]:
-    """`make(keys=None)`: workers that share one tier."""
-    return make_worker if request.param == "redis" else make_disk_worker
-
-
 @pytest.fixture
 def stored(redis_server: Any, tmp_path: Path) -> Callable[[], bytes]:
     """Every byte that the tiers have."""
@@ -56,38 +46,38 @@ def found(worker: Worker) -> int:
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "encrypted"])
 def test_rows_and_ids_are_in_the_tier_without_keys_only(
-    make: Callable[..., Worker], stored: Callable[[], bytes], keys: AtRestKeys | None
+    make_any_worker: Callable[..., Worker], stored: Callable[[], bytes], keys: AtRestKeys | None
 ) -> None:
-    write(make(keys=keys))
+    write(make_any_worker(keys=keys))
     data = stored()
     assert len(data) > 70 * 24
     row = rows(1, PROMPT, 0)[0, 9].numpy().tobytes()
     ids = b"".join(token.to_bytes(4, "little") for token in PROMPT[:8])
     assert [secret in data for secret in (row, ids)] == [keys is None] * 2
-    assert found(make(keys=keys)) == 70
+    assert found(make_any_worker(keys=keys)) == 70
 
 
-def test_the_next_key_reads_what_the_former_wrote(make: Callable[..., Worker]) -> None:
-    write(make(keys=KEYS))
-    assert found(make(keys=ROTATED)) == 70
+def test_the_next_key_reads_what_the_former_wrote(make_any_worker: Callable[..., Worker]) -> None:
+    write(make_any_worker(keys=KEYS))
+    assert found(make_any_worker(keys=ROTATED)) == 70
 
 
 @pytest.mark.parametrize(("one", "other"), [(KEYS, OTHER), (KEYS, None), (None, KEYS)])
 def test_without_the_key_it_is_a_miss_that_the_next_turn_replaces(
-    make: Callable[..., Worker], one: AtRestKeys | None, other: AtRestKeys | None
+    make_any_worker: Callable[..., Worker], one: AtRestKeys | None, other: AtRestKeys | None
 ) -> None:
-    write(make(keys=one))
-    worker = make(keys=other)
+    write(make_any_worker(keys=one))
+    worker = make_any_worker(keys=other)
     assert worker.store.info(A).num_tokens == 0
     assert found(worker) == 0
     assert worker.misses == {"key": 1}
-    assert make(keys=other).store.info(A).num_tokens == 73
+    assert make_any_worker(keys=other).store.info(A).num_tokens == 73
 
 
 def test_deleting_a_session_leaves_none_of_its_bytes(
-    make: Callable[..., Worker], redis_server: Any, tmp_path: Path
+    make_any_worker: Callable[..., Worker], redis_server: Any, tmp_path: Path
 ) -> None:
-    worker = make(keys=KEYS)
+    worker = make_any_worker(keys=KEYS)
     write(worker)
     worker.store.drop(A)
     with redis_server.client() as client:

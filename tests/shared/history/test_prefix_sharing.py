@@ -5,19 +5,15 @@ Rows encode layer, token and position, so that a wrong row anywhere is a wrong v
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from kvtest.history import LAYERS, TOKEN_BYTES, assert_loaded, stage
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.history.turn import StagedTurn
 
-LAYERS, HEADS, DIM = 2, 2, 3
-TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
 A = SessionKey(owner="key-a", session_id="a")
 B = SessionKey(owner="key-a", session_id="b")
 C = SessionKey(owner="key-a", session_id="c")
@@ -31,18 +27,6 @@ def make_store(max_tokens: int = 10_000) -> HistoryStore:
     return HistoryStore(
         max_bytes=max_tokens * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60.0, clock=lambda: 0.0
     )
-
-
-def rows(layer: int, tokens: tuple[int, ...], start: int) -> Tensor:
-    positions = torch.arange(start, start + len(tokens), dtype=torch.float32)
-    base = torch.tensor(tokens, dtype=torch.float32) * 1000 + positions + layer * 1e6
-    return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
-
-
-def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
-    for layer in range(LAYERS):
-        kv = rows(layer, tokens, start)
-        turn.append(layer, kv, -kv)
 
 
 def run_turn(
@@ -59,10 +43,7 @@ def run_turn(
     turn = store.begin(session, request_id, prompt, num_observed=num_observed, document=document)
     reused = turn.reused_tokens
     for layer in range(LAYERS):
-        loaded = turn.load(layer)
-        if loaded is not None:
-            assert torch.equal(loaded[0], rows(layer, prompt[:reused], 0))
-            assert torch.equal(loaded[1], -rows(layer, prompt[:reused], 0))
+        assert_loaded(turn, layer, prompt[:reused])
     stage(turn, prompt[reused:], reused)
     stage(turn, generated[:-1], len(prompt))
     turn.commit(prompt + generated)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.history import tokens
 
 from kvferry.shared.control.messages import SessionKey
 
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 A = SessionKey(owner="key-a", session_id="s")
 FAULTS = ["killed", "paused", "emptied", "full"]
 MOMENTS = ["before", "first layer", "last layer", "commit"]
-
-
-def tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed)
-    return tuple(generator.randrange(1, 900) for _ in range(num_tokens))
 
 
 def strike(server: Any, fault: str) -> None:

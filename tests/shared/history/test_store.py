@@ -5,27 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from kvtest.clock import Clock
+from kvtest.history import DIM, HEADS, LAYERS, TOKEN_BYTES, assert_loaded, rows, stage
 
 from kvferry.shared.control.messages import IMPLICIT_PREFIX, HistoryInfo, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 
-LAYERS = 3
-HEADS = 2
-DIM = 4
-TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4
 A = SessionKey(owner="key-a", session_id="s")
 B = SessionKey(owner="key-b", session_id="s")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -40,19 +29,6 @@ def store(clock: Clock) -> HistoryStore:
 
 def make_store(clock: Clock, max_tokens: int = 1000) -> HistoryStore:
     return HistoryStore(max_bytes=max_tokens * TOKEN_BYTES, num_layers=LAYERS, turn_lease_s=60.0, clock=clock)
-
-
-def rows(layer: int, tokens: tuple[int, ...], start: int) -> Tensor:
-    """`[HEADS, n, DIM]`: value = layer, token, position and head, all recoverable."""
-    positions = torch.arange(start, start + len(tokens), dtype=torch.float32)
-    base = torch.tensor(tokens, dtype=torch.float32) * 1000 + positions + layer * 1e6
-    return base[None, :, None] + torch.arange(HEADS)[:, None, None] * 0.25 + torch.zeros(DIM)
-
-
-def stage(turn: StagedTurn, tokens: tuple[int, ...], start: int) -> None:
-    for layer in range(LAYERS):
-        kv = rows(layer, tokens, start)
-        turn.append(layer, kv, -kv)
 
 
 def run_turn(
@@ -74,14 +50,7 @@ def run_turn(
 def assert_loads(turn: StagedTurn, tokens: tuple[int, ...]) -> None:
     assert turn.reused_tokens == len(tokens)
     for layer in range(LAYERS):
-        loaded = turn.load(layer)
-        if not tokens:
-            assert loaded is None
-            continue
-        assert loaded is not None
-        expected = rows(layer, tokens, 0)
-        assert torch.equal(loaded[0], expected)
-        assert torch.equal(loaded[1], -expected)
+        assert_loaded(turn, layer, tokens)
 
 
 def test_a_session_that_has_had_turns_and_is_not_there_is_a_miss(clock: Clock) -> None:
@@ -297,11 +266,11 @@ def test_a_restart_after_a_drop_does_not_bring_the_session_back(store: HistorySt
 
 def test_the_lease_frees_an_abandoned_turn(store: HistoryStore, clock: Clock) -> None:
     turn = store.begin(A, "r1", (1, 2))
-    clock.now_s += 59
+    clock.turn(59)
     stage(turn, (1, 2), 0)
-    clock.now_s += 59
+    clock.turn(59)
     assert store.sweep() == 0
-    clock.now_s += 1
+    clock.turn(1)
     assert store.sweep() == 1
     assert store.size_bytes == 0
     assert store.turn("r1") is None

@@ -1,14 +1,15 @@
-"""Host memory over a real Redis: what workers share, what they take, who may commit, what is deleted."""
+"""Host memory over a real Redis: what workers share, what they take, who may commit, what is deleted. What is
+the same over a folder is tried with both."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvtest import redis_server as redis_servers
+from kvtest.history import LAYERS, TOKEN_BYTES, fifty_turns, tokens
 
 from kvferry.shared.control.messages import IMPLICIT_PREFIX, SessionKey
 from kvferry.shared.errors import SessionBusy
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from kvtest.history import Worker
 
 A = SessionKey(owner="key-a", session_id="s")
-TOKEN_BYTES = 2 * 3 * 2 * 4 * 4
-LAYERS = 3
-
-
-def tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = random.Random(seed)
-    return tuple(generator.randrange(1, 900) for _ in range(num_tokens))
 
 
 def test_another_worker_continues_where_the_first_left(
@@ -117,18 +111,7 @@ def test_fifty_turns_over_two_workers_with_branches_keep_every_row(
 ) -> None:
     options = {"commit_timeout_s": 60.0 if waits else 0.0, "max_bytes": 400 * TOKEN_BYTES}
     workers = [make_worker(**options) for _ in range(2)]
-    generator = random.Random(3)
-    said: tuple[int, ...] = ()
-    for number in range(50):
-        # one turn in five goes back to an earlier point and on from there
-        kept = said if generator.random() > 0.2 else said[: generator.randrange(len(said) + 1)]
-        prompt = kept + tokens(generator.randrange(1, 6), seed=number)
-        answer = tokens(3, seed=1000 + number)
-        worker = generator.choice(workers) if waits else workers[0]
-        reused = worker.turn(A, prompt, answer)
-        # all that was said before has KV but the last token; the prompt's last token is run in any case
-        assert reused == min(max(0, len(said) - 1), len(kept), len(prompt) - 1)
-        said = prompt + answer
+    said = fifty_turns(A, workers if waits else workers[:1])
     for worker in workers:
         assert not worker.misses
         assert not worker.failures
@@ -140,8 +123,8 @@ def test_fifty_turns_over_two_workers_with_branches_keep_every_row(
         assert admin.dbsize() == 0
 
 
-def test_two_workers_cannot_both_commit_a_turn(make_worker: Callable[..., Worker]) -> None:
-    first, second = make_worker(), make_worker()
+def test_two_workers_cannot_both_commit_a_turn(make_any_worker: Callable[..., Worker]) -> None:
+    first, second = make_any_worker(), make_any_worker()
     base, one, other = tokens(20), (*tokens(20), 1, 2, 3), (*tokens(20), 4, 5)
     first.turn(A, base)
     turns = [(worker, worker.begin(A, prompt), prompt) for worker, prompt in ((first, one), (second, other))]
@@ -152,15 +135,15 @@ def test_two_workers_cannot_both_commit_a_turn(make_worker: Callable[..., Worker
         turns[1][1].commit(other)
     assert second.failures == {"fenced": 1}
     assert second.store.size_bytes == 0
-    record = second.remote.record(A)
+    record = second.lowest.record(A)
     assert record is not None
     assert record.token_ids == one
     # it goes on from the other's turn
     assert second.turn(A, (*one, 9)) == len(one)
 
 
-def test_two_first_turns_are_fenced_too(make_worker: Callable[..., Worker]) -> None:
-    first, second = make_worker(), make_worker()
+def test_two_first_turns_are_fenced_too(make_any_worker: Callable[..., Worker]) -> None:
+    first, second = make_any_worker(), make_any_worker()
     turns = [(worker, worker.begin(A, tokens(9))) for worker in (first, second)]
     for worker, turn in turns:
         worker.run(turn, tokens(9), lambda layer: None)
@@ -211,14 +194,15 @@ def test_the_total_quota_takes_nothing_from_another_key(make_worker: Callable[..
 
 
 def test_another_models_history_is_replaced_and_never_read(
-    make_worker: Callable[..., Worker], redis_server: Any
+    make_any_worker: Callable[..., Worker], redis_server: Any
 ) -> None:
-    make_worker().turn(A, tokens(20))
-    other = make_worker(fingerprint="model-b")
+    make_any_worker().turn(A, tokens(20))
+    other = make_any_worker(fingerprint="model-b")
     assert other.turn(A, (*tokens(20), 1)) == 0
-    record = other.remote.record(A)
+    record = other.lowest.record(A)
     assert record is not None
     assert record.body.fingerprint == "model-b"
+    assert make_any_worker(bits="8").begin(A, (*tokens(20), 1, 2)).reused_tokens == 0
     other.store.drop(A)
     with redis_server.client() as admin:
         assert admin.dbsize() == 0

@@ -214,6 +214,7 @@ def test_settings_that_the_library_does_not_take_are_refused(claimed: Callable[.
         load_model(claimed(quant_method="torchao", quant_type={"default": {"_type": "No"}}), device="cpu")
 
 
+@pytest.mark.full
 def test_int8_weights_of_bitsandbytes_log_nothing_in_passes(checkpoint: Checkpoint) -> None:
     script = (
         "import sys; from kvferry.shared.model.loading import load_model\n"

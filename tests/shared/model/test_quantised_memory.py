@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvtest.lanes import some
 from kvtest.load_memory import measure_load
 from kvtest.quantised_models import ONE_OF_EACH_LIBRARY, save_quantised
 from kvtest.tiny_models import make_config
@@ -15,8 +14,9 @@ for name in ("accelerate", "bitsandbytes", "compressed_tensors", "torchao"):
     pytest.importorskip(name, reason="needs kvferry[quant]")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("kind", some(ONE_OF_EACH_LIBRARY, "bitsandbytes nf4"))
+@pytest.mark.parametrize("kind", ONE_OF_EACH_LIBRARY)
 def test_loading_never_holds_the_model_in_full_precision(kind: str, tmp_path: Path) -> None:
     """One kind of each library; `benchmarks/quantised_load.py` measures all."""
     large = make_config("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=6)

@@ -42,8 +42,7 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
 ) -> None:
     manifest = kit.make_manifest()
     setattr(sink, f"{when}_error", error)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    server, sender, transfer = wire.begin(sink, manifest)
     with pytest.raises(kind) as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert type(failed.value) is kind
@@ -52,7 +51,7 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
     assert sink.aborted == ({} if when == "open" else {manifest.key: reason})
     sink.open_error = sink.layer_error = sink.write_error = sink.commit_error = None
     again = kit.make_manifest()
-    transfer = sender.open(kit.make_ticket(again, server.endpoint), again, timeout_s=kit.WAIT_S)
+    transfer = kit.open_transfer(sender, server, again)
     kit.ship(transfer, kit.make_layers(again))
 
 
@@ -62,8 +61,7 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
 def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     layers = kit.make_layers(manifest)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, sender, transfer = wire.begin(sink, manifest)
     transfer.send_layer(0, layers[0])
     assert kit.eventually(lambda: sink.blocks == 3)
     raised: list[BaseException] = []
@@ -93,9 +91,8 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: Rec
 
 def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(100,))
-    server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
+    _, sender, transfer = wire.begin(sink, manifest, buffer_bytes=1000)
     sink.gate.clear()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
 
     def abort_when_full() -> None:
         kit.eventually(lambda: sender.buffered_bytes == 1000)
@@ -111,8 +108,7 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink)
 
 def test_abort_after_the_acknowledgement_has_no_effect(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     took_s = kit.ship(transfer, kit.make_layers(manifest))
     transfer.abort("late")
     assert transfer.wait(0.0) == took_s
@@ -122,8 +118,7 @@ def test_abort_after_the_acknowledgement_has_no_effect(wire: Wire, sink: Recordi
 def test_closing_the_receiver_fails_its_senders(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     layers = kit.make_layers(manifest)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    server, sender, transfer = wire.begin(sink, manifest)
     transfer.send_layer(0, layers[0])
     assert kit.eventually(lambda: sink.blocks == 3)
     server.close()
@@ -140,8 +135,7 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
 ) -> None:
     manifest = kit.make_manifest()
     layers = kit.make_layers(manifest)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    server, sender, transfer = wire.begin(sink, manifest)
     transfer.send_layer(0, layers[0])
     assert kit.eventually(lambda: sink.blocks == 3)
     sender.close()
@@ -152,14 +146,13 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
     assert sender.buffered_bytes == 0
     assert kit.eventually(lambda: manifest.key in sink.aborted)
     with pytest.raises(TransferFailed, match="closed"):
-        sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+        kit.open_transfer(sender, server, manifest)
 
 
 def test_a_receiver_that_stops_answering_is_a_timeout(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    server, sender = wire.server(sink), wire.sender(timeout_s=0.5)
+    _, sender, transfer = wire.begin(sink, manifest, timeout_s=0.5)
     sink.gate.clear()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
     with pytest.raises(TransferFailed, match=r"silent for more than 0\.5 s") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "timeout"
@@ -168,8 +161,7 @@ def test_a_receiver_that_stops_answering_is_a_timeout(wire: Wire, sink: Recordin
 
 def test_waiting_in_vain_fails_the_transfer(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     assert kit.eventually(lambda: manifest.key in sink.manifests)
     with pytest.raises(TransferFailed, match=r"not acknowledged within 0\.1 s"):
         transfer.wait(0.1)
@@ -179,8 +171,8 @@ def test_waiting_in_vain_fails_the_transfer(wire: Wire, sink: RecordingSink) -> 
 def test_a_failed_transfer_leaves_others_alone(wire: Wire, sink: RecordingSink) -> None:
     server, sender = wire.server(sink), wire.sender()
     doomed, fine = kit.make_manifest(), kit.make_manifest()
-    first = sender.open(kit.make_ticket(doomed, server.endpoint), doomed, timeout_s=kit.WAIT_S)
-    second = sender.open(kit.make_ticket(fine, server.endpoint), fine, timeout_s=kit.WAIT_S)
+    first = kit.open_transfer(sender, server, doomed)
+    second = kit.open_transfer(sender, server, fine)
     first.abort("test")
     kit.ship(second, kit.make_layers(fine))
     kit.assert_arrived(sink, fine, kit.make_layers(fine))

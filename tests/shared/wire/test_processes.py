@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kvtest.wire as kit
 import pytest
+from kvtest.lanes import some
 
 from kvferry.shared.wire.channel import ListeningChannel
 from kvferry.shared.wire.receiver import BlockServer
@@ -101,6 +102,7 @@ def test_a_transfer_from_another_process_arrives_whole(kind: str, channel: Liste
     assert len(sink.committed) == 1
 
 
+@pytest.mark.parametrize("kind", some(["tcp", "ipc", "shm"], "tcp"), indirect=True)
 def test_a_killed_sender_frees_the_transfer_within_seconds(kind: str, channel: ListeningChannel) -> None:
     sink = kit.RecordingSink()
     server = BlockServer(channel, sink, idle_timeout_s=600.0)

@@ -74,6 +74,7 @@ def cut_manifest() -> tuple[Manifest, kit.Layers, int]:
     return manifest, layers, 2 + sum(max(1, -(-size // CREDIT_BYTES)) for size in sizes)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_a_transfer_cut_at_any_message_goes_on_where_it_stopped(
     proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, within: bool

@@ -40,8 +40,7 @@ from kvferry.shared.wire.sender import OutgoingTransfer, SendBuffer
 def test_every_byte_arrives(wire: Wire, sink: RecordingSink, shape: dict[str, Any], with_index: bool) -> None:
     manifest = kit.make_manifest(**shape)
     layers = kit.make_layers(manifest, with_index=with_index)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, sender, transfer = wire.begin(sink, manifest)
     assert kit.ship(transfer, layers) >= 0.0
     kit.assert_arrived(sink, manifest, layers)
     assert sender.buffered_bytes == 0
@@ -81,8 +80,7 @@ def test_each_tensor_counts_under_the_kind_that_its_sender_gives(wire: Wire, sin
         NamedTensor(name=f"t{n}", tensor=torch.zeros(10**n, dtype=torch.uint8), kind=kind)
         for n, kind in enumerate(kinds)
     ]
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     kit.ship(transfer, [tensors])
     kit.assert_arrived(sink, manifest, [tensors])
     counted = transfer.bytes_by_kind
@@ -155,8 +153,7 @@ def test_tensors_of_any_dtype_and_shape_arrive_under_their_names(
 def test_a_strided_tensor_arrives_in_logical_order(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(6,), heads=2, dim=4)
     keys = torch.randn(6, 2, 4).transpose(0, 1)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     layers = [
         [
             NamedTensor(name="keys", tensor=keys, kind="rows"),
@@ -233,8 +230,7 @@ def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Wire, sink: Reco
 
 def test_blocks_are_kept_until_the_acknowledgement(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(10,))
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, sender, transfer = wire.begin(sink, manifest)
     layers = kit.make_layers(manifest)
     kit.send(transfer, layers)
     total = sum(named.tensor.nbytes for named in layers[0])
@@ -249,7 +245,7 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     manifest = kit.make_manifest(rows=(40,), heads=2, dim=16)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=0.2)
+    transfer = kit.open_transfer(sender, server, manifest, timeout_s=0.2)
     with pytest.raises(TransferFailed, match="send buffer holds 1000 of at most 1000") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "buffer_full"
@@ -269,7 +265,7 @@ def test_slow_computation_between_layers_is_not_idleness(
     layers = kit.make_layers(manifest)
     server = wire.server(sink, idle_timeout_s=kit.WAIT_S)
     sender = wire.sender(keepalive_interval_s=0.05, timeout_s=kit.WAIT_S)
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    transfer = kit.open_transfer(sender, server, manifest)
     transfer.send_layer(0, layers[0])
     assert kit.eventually(lambda: sink.blocks == 3 and transfer._written_bytes == transfer._sent_bytes)
     incoming = server._transfers[manifest.key]
@@ -297,8 +293,7 @@ def test_misuse_fails_the_transfer_at_the_sender(
     wire: Wire, sink: RecordingSink, layer: int, name: str, kind: str, dtype: torch.dtype, reason: str
 ) -> None:
     manifest = kit.make_manifest()
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     with pytest.raises(TransferFailed) as failed:
         transfer.send_layer(layer, [NamedTensor(name=name, tensor=torch.zeros(2, 3, dtype=dtype), kind=kind)])
     assert failed.value.reason == reason
@@ -309,8 +304,7 @@ def test_misuse_fails_the_transfer_at_the_sender(
 def test_a_layer_is_sent_once(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     layers = kit.make_layers(manifest)
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     transfer.send_layer(0, layers[0])
     with pytest.raises(TransferFailed, match="the header of layer 1") as failed:
         transfer.send_layer(0, layers[0])
@@ -319,8 +313,7 @@ def test_a_layer_is_sent_once(wire: Wire, sink: RecordingSink) -> None:
 
 def test_finishing_early_is_refused(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    server, sender = wire.server(sink), wire.sender()
-    transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+    _, _, transfer = wire.begin(sink, manifest)
     with pytest.raises(TransferFailed, match="the header of layer 0 is expected"):
         transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
 
@@ -329,7 +322,7 @@ def test_one_connection_serves_many_transfers_in_turn(wire: Wire, sink: Recordin
     server, sender = wire.server(sink), wire.sender()
     for generation in range(5):
         manifest = kit.make_manifest(rows=(2,), generation=generation)
-        transfer = sender.open(kit.make_ticket(manifest, server.endpoint), manifest, timeout_s=kit.WAIT_S)
+        transfer = kit.open_transfer(sender, server, manifest)
         kit.ship(transfer, kit.make_layers(manifest))
     assert len(sink.committed) == 5
 

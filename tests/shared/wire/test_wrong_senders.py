@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import kvtest.wire as kit
 import pytest
+from kvtest.lanes import some
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import LeaseExpired, MalformedMessage, TransferFailed
@@ -42,10 +44,6 @@ def messages_of(manifest: Manifest) -> list[Message]:
     return messages
 
 
-def blocks_in(messages: list[Message]) -> list[Message]:
-    return [message for message in messages if message[0].type is MessageType.BLOCK]
-
-
 def frames_of(messages: list[Message]) -> Frames:
     return [(encode_header(header, [payload]), payload) for header, payload in messages]
 
@@ -54,14 +52,44 @@ def numbered(messages: list[Message]) -> list[Message]:
     return [(replace(header, sequence=n), payload) for n, (header, payload) in enumerate(messages)]
 
 
+def begin(
+    wire: Wire, sink: RecordingSink, *, idle_timeout_s: float = kit.WAIT_S, **shape: Any
+) -> tuple[Manifest, kit.BarePeer]:
+    """Begin a transfer by hand. Args: shape: of its manifest."""
+    manifest = kit.make_manifest(**shape)
+    peer = wire.bare(wire.server(sink, idle_timeout_s=idle_timeout_s).endpoint)
+    peer.manifest(manifest)
+    return manifest, peer
+
+
+def say_all(peer: kit.BarePeer, manifest: Manifest) -> None:
+    """Say every layer and block, and the end."""
+    messages = messages_of(manifest)
+    for header, payload in messages:
+        peer.say(header, payload)
+    blocks = [payload for header, payload in messages if header.type is MessageType.BLOCK]
+    peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=sum(map(len, blocks)))
+
+
+def num_late(
+    peer: kit.BarePeer, sink: RecordingSink, frames: Frames, kind: type[TransferFailed], reason: str
+) -> int:
+    """Say the frames, which are refused; returns how many blocks of them the sink has not got."""
+    for header, payload in frames:
+        peer.say_frames(header, payload)
+    refusal = peer.refusal()
+    assert type(refusal) is kind
+    assert refusal.reason == reason
+    assert sink.aborted == dict.fromkeys(sink.manifests, reason)
+    return sum(header[6] == MessageType.BLOCK for header, _ in frames) - sink.blocks
+
+
 @pytest.mark.parametrize("num_frames", [1, 2, 5])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_a_layers_message_may_carry_any_share_of_its_bytes_in_any_frames(
     wire: Wire, sink: RecordingSink, share: float, num_frames: int
 ) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink)
     messages, total = [], 0
     for layer, tensors in enumerate(kit.make_layers(manifest)):
         record = encode_layer(kit.header_of(layer, tensors))
@@ -90,9 +118,7 @@ def cut(data: bytes, num_frames: int) -> list[bytes]:
 def test_a_layer_with_too_many_or_damaged_bytes_is_refused_before_the_sink_sees_it(
     wire: Wire, sink: RecordingSink, extra: bytes, reason: str
 ) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink)
     tensors = kit.make_layers(manifest)[0]
     data = b"".join(kit.to_bytes(named.tensor) for named in tensors) + extra
     header = FrameHeader(type=MessageType.LAYER, key=manifest.key)
@@ -110,15 +136,8 @@ def test_a_layer_with_too_many_or_damaged_bytes_is_refused_before_the_sink_sees_
 
 
 def test_a_bare_transfer_is_acknowledged(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
-    messages = messages_of(manifest)
-    for header, payload in messages:
-        peer.say(header, payload)
-    blocks = blocks_in(messages)
-    total = sum(len(payload) for _, payload in blocks)
-    peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=total)
+    manifest, peer = begin(wire, sink)
+    say_all(peer, manifest)
     assert peer.next(MessageType.ACK, MessageType.NACK)[0].type is MessageType.ACK
     kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
 
@@ -198,17 +217,8 @@ def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
     kind: type[TransferFailed],
     reason: str,
 ) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
-    frames = damage(messages_of(manifest))
-    for header, payload in frames:
-        peer.say_frames(header, payload)
-    refusal = peer.refusal()
-    assert type(refusal) is kind
-    assert refusal.reason == reason
-    assert sink.aborted == {manifest.key: reason}
-    late = sum(header[6] == MessageType.BLOCK for header, _ in frames) - sink.blocks - 1
+    manifest, peer = begin(wire, sink)
+    late = num_late(peer, sink, damage(messages_of(manifest)), kind, reason) - 1
     assert late >= 2
     assert kit.eventually(lambda: wire.late_blocks == late)
 
@@ -272,27 +282,16 @@ def test_a_wrong_layer_header_is_refused_before_the_sink_sees_it(
     kind: type[TransferFailed],
     reason: str,
 ) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
-    frames = damage(messages_of(manifest))
-    for header, payload in frames:
-        peer.say_frames(header, payload)
-    refusal = peer.refusal()
-    assert type(refusal) is kind
-    assert refusal.reason == reason
-    assert sink.aborted == {manifest.key: reason}
+    manifest, peer = begin(wire, sink)
+    late = num_late(peer, sink, damage(messages_of(manifest)), kind, reason)
     expected = [kit.header_of(layer, tensors) for layer, tensors in enumerate(kit.make_layers(manifest))]
     assert sink.layers[manifest.key] == expected[: len(sink.layers[manifest.key])]
-    late = sum(header[6] == MessageType.BLOCK for header, _ in frames) - sink.blocks
     assert kit.eventually(lambda: wire.late_blocks == late)
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(1, 0), (0, 1), (2**32 - 1, 2**48)])
 def test_wrong_totals_at_the_end_are_refused(wire: Wire, sink: RecordingSink, blocks: int, size: int) -> None:
-    manifest = kit.make_manifest(rows=(0,))
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink, rows=(0,))
     for header, payload in messages_of(manifest)[:1]:
         peer.say(header, payload)
     peer.end(manifest.key, num_blocks=blocks, payload_bytes=size)
@@ -301,18 +300,14 @@ def test_wrong_totals_at_the_end_are_refused(wire: Wire, sink: RecordingSink, bl
 
 
 def test_an_early_end_is_refused(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink)
     peer.end(manifest.key, num_blocks=0, payload_bytes=0)
     assert peer.refusal().reason == "incomplete"
     assert sink.committed == {}
 
 
 def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest(generation=5)
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink, generation=5)
     layer, (header, payload) = messages_of(manifest)[:2]
     for generation in (4, 6):
         peer.say(replace(header, key=replace(manifest.key, generation=generation)), payload)
@@ -344,32 +339,23 @@ def test_another_peer_cannot_touch_a_transfer(wire: Wire, sink: RecordingSink) -
 
 
 def test_garbage_hurts_no_open_transfer(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink)
     for garbage in (b"", b"\xff" * 3, b"\xff" * HEADER_BYTES, b"GET / HTTP/1.1\r\n" * 9):
         peer.say_frames(garbage, b"\xff" * 100)
-    messages = messages_of(manifest)
-    for header, payload in messages:
-        peer.say(header, payload)
-    blocks = blocks_in(messages)
-    peer.end(manifest.key, num_blocks=len(blocks), payload_bytes=sum(len(p) for _, p in blocks))
+    say_all(peer, manifest)
     peer.next(MessageType.ACK)
     assert sink.aborted == {}
 
 
 def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink, idle_timeout_s=0.3).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink, idle_timeout_s=0.3)
     assert peer.refusal().reason == "idle"
     assert sink.aborted == {manifest.key: "idle"}
 
 
+@pytest.mark.parametrize("wire", some(kit.TRANSPORTS, "tcp", "shm"), indirect=True)
 def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest()
-    peer = wire.bare(wire.server(sink, idle_timeout_s=600.0).endpoint)
-    peer.manifest(manifest)
+    manifest, peer = begin(wire, sink, idle_timeout_s=600.0)
     assert kit.eventually(lambda: manifest.key in sink.manifests)
     peer.close()
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "peer_lost"})

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FEW_TOKENS = """
 import kvferry.tools.plan.measure as measure
 measure._ALONE, measure._ANSWER = 2, {1: 6, 4: 6}
@@ -53,6 +55,7 @@ def test_bounds_that_cannot_be_met_are_code_1_and_mistakes_code_2() -> None:
     assert "--methods has 'snapkw'" in done.stderr
 
 
+@pytest.mark.full
 def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     done = run(
