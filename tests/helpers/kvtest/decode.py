@@ -419,7 +419,7 @@ def ticket_of():
 
 @pytest.fixture
 def begin(harness, ticket_of):
-    """Starts a request whose prompt may be shipped: `made, stream, transfer, cache = await begin(request)`."""
+    """Starts a request, to be shipped: `made, stream, transfer, cache = await begin(request, **config)`."""
 
     async def start(request, **config):
         made = await harness(**config)
