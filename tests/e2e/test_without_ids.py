@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
+from kvtest.answers import assistant, chat, said, user
 from kvtest.processes import Process, started
 
 METHOD = {"method": "rocketkv"}
@@ -49,23 +49,16 @@ class Agent:
     def ask(self, text: str) -> dict[str, Any]:
         router = self.routers[self.num_asked % len(self.routers)]
         self.num_asked += 1
-        self.messages.append({"role": "user", "content": text})
-        response = httpx.post(
-            f"http://{router.addresses['address']}/v1/chat/completions",
-            headers={"Authorization": f"Bearer {self.key}"},
-            json={
-                "model": "demo",
-                "messages": self.messages,
-                "kv_compression": METHOD,
-                "temperature": 0,
-                "max_tokens": MAX_TOKENS,
-            },
-            timeout=240,
-        )
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        content = answer["choices"][0]["message"]["content"]
-        self.messages.append({"role": "assistant", "content": content})
+        self.messages.append(user(text))
+        body = {
+            "model": "demo",
+            "messages": self.messages,
+            "kv_compression": METHOD,
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+        }
+        answer = chat(f"http://{router.addresses['address']}", body, key=self.key)
+        self.messages.append(assistant(said(answer)))
         return answer
 
 

@@ -71,13 +71,11 @@ async def test_turns_equal_the_one_process_conversation_and_ship_only_new_rows(
     pair: Pair, method: str
 ) -> None:
     await pair.start_decode()
-    plan, generator, oracle = plan_of(method), OneProcessGenerator(pair.model), OracleSession()
+    plan, oracle = plan_of(method), OracleSession()
     prompt = some_tokens(pair.model, 301, seed=1)
     saved_before = 0.0
     for number in range(4):
-        turn = await pair.turn(prompt, plan)
-        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
-        assert turn.tokens == [token.token_id for token in expected]
+        turn = await pair.checked_turn(prompt, plan, oracle)
         saved = pair.prefill_metrics.kv_delta_saved_bytes.labels("demo", method)._value.get()
         if number == 0:
             assert turn.done.delta_bytes is None
@@ -98,14 +96,12 @@ async def test_turns_equal_the_one_process_conversation_and_ship_only_new_rows(
 
 async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> None:
     await pair.start_decode()
-    plan, generator, oracle = plan_of("snapkv"), OneProcessGenerator(pair.model), OracleSession()
+    plan, oracle = plan_of("snapkv"), OracleSession()
     prompt = some_tokens(pair.model, 301, seed=21)
     spec = pair.model.spec
     retained: list[set[tuple[int, int, int]]] = []
     for number in range(10):
-        turn = await pair.turn(prompt, plan)
-        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
-        assert turn.tokens == [token.token_id for token in expected]
+        turn = await pair.checked_turn(prompt, plan, oracle)
         assert turn.ticket.retained_depth == number
         kept = {(layer, head, token) for layer, head, token in selected(pair, turn)}
         generated = {
@@ -130,13 +126,11 @@ async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> Non
 
 async def test_a_full_arena_takes_the_oldest_selections_and_the_rest_still_serve(pair: Pair) -> None:
     await pair.start_decode(arena_bytes=1 << 20)
-    plan, generator, oracle = plan_of("snapkv"), OneProcessGenerator(pair.model), OracleSession()
+    plan, oracle = plan_of("snapkv"), OracleSession()
     prompt = some_tokens(pair.model, 301, seed=22)
     depths = []
     for number in range(6):
-        turn = await pair.turn(prompt, plan)
-        expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, session=oracle)
-        assert turn.tokens == [token.token_id for token in expected]
+        turn = await pair.checked_turn(prompt, plan, oracle)
         assert (turn.done.delta_bytes is not None) == (number > 0)
         depths.append(turn.ticket.retained_depth)
         pair.decode.arena.check_integrity()
@@ -160,14 +154,12 @@ async def test_without_retention_every_turn_ships_all_and_the_arena_is_free(pair
 
 async def test_an_edited_conversation_reuses_only_what_is_before_the_edit(pair: Pair) -> None:
     await pair.start_decode()
-    plan, generator, oracle = plan_of("full"), OneProcessGenerator(pair.model), OracleSession()
+    plan, oracle = plan_of("full"), OracleSession()
     prompt = some_tokens(pair.model, 200, seed=3)
     edited = [*prompt[:120], *some_tokens(pair.model, 90, seed=4)]
     edited[120] = prompt[120] + 1 if prompt[120] + 1 < pair.model.spec.vocab_size else prompt[120] - 1
     for tokens, num_retained in ((prompt, 0), (edited, 120)):
-        turn = await pair.turn(tokens, plan)
-        expected = generator.generate(tokens, plan=plan, sampling=SAMPLING, session=oracle)
-        assert turn.tokens == [token.token_id for token in expected]
+        turn = await pair.checked_turn(tokens, plan, oracle)
         assert turn.ticket.retained_tokens == num_retained
         assert row_bytes(turn) == pair.model.spec.kv_token_bytes * (len(tokens) - num_retained)
 

@@ -40,8 +40,8 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
 async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over_a_session(
     pair: Pair, folder: Path
 ) -> None:
-    reference, generator = Reference(folder), OneProcessGenerator(pair.model)
-    oracle, has_states = OracleSession(), bool(pair.model.spec.state_layers)
+    reference, oracle = Reference(folder), OracleSession()
+    has_states = bool(pair.model.spec.state_layers)
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     tie = _TIES.get(model_type, _TIE) if has_states else -1.0
     first = prompt_of(2 * WINDOW + 5, seed=1)
@@ -51,11 +51,7 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
 
     async def turn(prompt: list[int], num_new: int = NUM_NEW) -> Turn:
         """The next turn of one session, in one process and over the services."""
-        sampling = greedy(num_new)
-        alone = generator.generate(prompt, plan=FULL, sampling=sampling, session=oracle)
-        done = await pair.turn(prompt, FULL, sampling=sampling)
-        assert [token.token_id for token in alone] == done.tokens
-        return done
+        return await pair.checked_turn(prompt, FULL, oracle, sampling=greedy(num_new))
 
     ended = await turn(first)
     assert ended.tokens == expected[0]
@@ -111,16 +107,14 @@ async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: P
 async def test_sessions_of_lossy_methods_equal_their_oracles_beside_windows_sinks_and_states(
     pair: Pair,
 ) -> None:
-    generator = OneProcessGenerator(pair.model)
     first = prompt_of(3 * WINDOW, seed=1)
 
     async def two_turns(method: str) -> None:
         session, oracle = SessionKey(owner=method, session_id="s"), OracleSession()
         prompt, sampling = first, greedy(NUM_NEW // 8)
         for seed in (2, 3):
-            done = await pair.turn(prompt, plan_of(method), session=session, sampling=sampling)
-            expected = generator.generate(prompt, plan=plan_of(method), sampling=sampling, session=oracle)
-            assert done.tokens == [token.token_id for token in expected], method
+            plan = plan_of(method)
+            done = await pair.checked_turn(prompt, plan, oracle, session=session, sampling=sampling)
             assert done.reused == (0 if prompt is first else len(first) + NUM_NEW // 8 - 1), method
             prompt = [*prompt, *done.tokens, *prompt_of(9, seed=seed)]
 

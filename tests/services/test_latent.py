@@ -18,7 +18,7 @@ from kvferry.shared.compression.presets import PRESETS, plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.tools.oracle import OneProcessGenerator, OracleSession
+from kvferry.tools.oracle import OracleSession
 
 ROW_BYTES = (16 + 4) * 4
 """A latent vector and a rotary key, float32."""
@@ -75,20 +75,16 @@ async def test_a_sessions_turns_and_a_branch_equal_the_one_process_conversation(
     pair: Pair, method: str, overrides: dict[str, ParamValue]
 ) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    plan, generator, oracle = plan_of(method, **overrides), OneProcessGenerator(pair.model), OracleSession()
+    plan, oracle = plan_of(method, **overrides), OracleSession()
     prompt = prompt_of(120, seed=3)
     before_branch, branch = OracleSession(), prompt
     for number in range(3):
-        turn = await pair.turn(prompt, plan, sampling=sampling)
-        expected = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
-        assert turn.tokens == [token.token_id for token in expected]
+        turn = await pair.checked_turn(prompt, plan, oracle, sampling=sampling)
         assert turn.reused == (len(prompt) - 21 if number else 0)
         prompt = [*prompt, *turn.tokens, *prompt_of(20, seed=10 + number)]
         if number == 1:
             before_branch, branch = copy.deepcopy(oracle), [*prompt[:170], *prompt_of(30, seed=20)]
-    turn = await pair.turn(branch, plan, sampling=sampling)
-    expected = generator.generate(branch, plan=plan, sampling=sampling, session=before_branch)
-    assert turn.tokens == [token.token_id for token in expected]
+    turn = await pair.checked_turn(branch, plan, before_branch, sampling=sampling)
     assert turn.reused == 170
 
 

@@ -431,18 +431,6 @@ def begin(harness, ticket_of):
 
 
 @pytest.fixture
-def prompt_cache():
-    """`PromptCache(model, request)`."""
-    return PromptCache
-
-
-@pytest.fixture
-def shipper():
-    """`Shipper(model, sender)`."""
-    return Shipper
-
-
-@pytest.fixture
 def small_model():
     """Makes a `SmallModel`; all have the same weights."""
     return SmallModel

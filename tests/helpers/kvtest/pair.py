@@ -37,6 +37,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.worker import ProcessTransport, RankTransport
+from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 WAIT_S = 60.0
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -161,6 +162,22 @@ class Pair:
         said = (*prompt, *turn.tokens)
         commit = CommitTurnRequest(request_id=request.request_id, session=session, token_ids=said)
         await self.prefill.commit_turn(commit, timeout_s=WAIT_S)
+        return turn
+
+    async def checked_turn(
+        self,
+        prompt: list[int],
+        plan: CompressionPlan,
+        oracle: OracleSession | None = None,
+        *,
+        session: SessionKey = SESSION,
+        sampling: SamplingParams = SAMPLING,
+    ) -> Turn:
+        """A turn, whose tokens are those of one process. Args: oracle: the session there."""
+        turn = await self.turn(prompt, plan, session=session, sampling=sampling)
+        generator = OneProcessGenerator(self.model)
+        expected = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
+        assert turn.tokens == [token.token_id for token in expected], plan.method
         return turn
 
     def retained_bytes(self) -> int:

@@ -3,16 +3,17 @@
 import dataclasses
 
 import pytest
+from kvtest.decode import PromptCache
 
 
 @pytest.mark.parametrize("method", ["rdkv", "adakv", "snapkv-think", "snapkv-kivi"])
 async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
-    harness, request_of, ticket_of, prompt_cache, method
+    harness, request_of, ticket_of, method
 ):
     made = await harness()
     request = request_of([i % 50 for i in range(100)], method=method, tokens=30, max_tokens=6)
     _, events = await made.run(request)
-    layers = prompt_cache(made.shipper.model, request).layers
+    layers = PromptCache(made.shipper.model, request).layers
     # all that travels but the packed layers' layout
     packed = [its.nbytes for layer in layers for name, its in layer.items() if name != "layout"]
     rows = 2 * 2 * 5 * 2 * 8 * 4  # layers, K and V, rows, heads, head_dim, bytes
@@ -24,7 +25,7 @@ async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
 
 @pytest.mark.parametrize("method", ["h2o", "d2o"])
 async def test_a_cache_that_evicts_stays_at_its_size_over_a_thousand_tokens(
-    harness, request_of, small_model, prompt_cache, method
+    harness, request_of, small_model, method
 ):
     spec = dataclasses.replace(small_model().spec, max_model_len=1200)
     made = await harness(model=small_model(spec), prefill_model=small_model(spec))
@@ -42,7 +43,7 @@ async def test_a_cache_that_evicts_stays_at_its_size_over_a_thousand_tokens(
     assert events[-1].num_tokens == 1001
     assert len(held) == 1000
     assert all(shapes == held[0] for shapes in held)
-    measured = prompt_cache(small_model(spec), request).measured
+    measured = PromptCache(small_model(spec), request).measured
     rows = [layer.rows for layer in measured.layers]
     assert sum(rows) == 2 * 20
     # per head: K, V, scores, positions of S + 1 rows; D2O's threshold

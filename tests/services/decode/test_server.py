@@ -10,6 +10,7 @@ import time
 import urllib.request
 
 import pytest
+from kvtest.decode import Shipper
 
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
@@ -52,7 +53,7 @@ def scrape(info):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, request_of, shipper):
+async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, request_of):
     process, info = worker
     assert info["service"] == "decode"
     model = load_model("demo", device="cpu")
@@ -69,7 +70,7 @@ async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, r
         async with contextlib.aclosing(stream):
             ticket = (await anext(stream)).ticket
             assert ticket.endpoint == info["blocks"]
-            first = await asyncio.to_thread(shipper(model, sender).ship, request, ticket)
+            first = await asyncio.to_thread(Shipper(model, sender).ship, request, ticket)
             events = [event async for event in stream]
         assert isinstance(events[0], TransferAccepted)
         assert isinstance(events[-1], GenerationFinished)

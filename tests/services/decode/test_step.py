@@ -13,11 +13,10 @@ import pytest
 import torch
 from kvtest.compression import opened
 from kvtest.decode import oracle_ids
-from kvtest.steps import CountingDevice, ReplayingDevice
+from kvtest.steps import CountingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
-from kvferry.services.decode import engine
 from kvferry.services.decode.attention import BatchAttention
 from kvferry.services.decode.step import BatchSlots, DecodeStep, StepInput, StepRunner
 from kvferry.shared.cache.arena import sequence_layout
@@ -334,16 +333,3 @@ async def test_the_cpu_steps_eagerly_and_says_so(harness, request_of):
     await made.tokens(request_of(max_tokens=4))
     assert made.value("decode_steps_total", path="eager", reason="cpu") == 3
     assert (await made.service.status(timeout_s=1)).kernel_paths["decode_step"] == "eager"
-
-
-async def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_named(
-    interpreter, monkeypatch, harness, request_of
-):
-    class Incapable(ReplayingDevice):
-        def capture(self, run):
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(engine, "step_device", lambda device: Incapable())
-    made = await harness()
-    assert len(await made.tokens(request_of(max_tokens=3))) == 3
-    assert made.value("decode_steps_total", path="eager", reason="capture_failed") == 2

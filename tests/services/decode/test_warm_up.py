@@ -12,6 +12,7 @@ from kvtest.steps import CountingDevice
 
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
+from kvferry.kernels.native import library as native
 from kvferry.services.decode import engine
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.step import MAX_SHAPES, MAX_WAYS
@@ -104,6 +105,7 @@ async def test_a_kernel_that_fails_in_the_warm_up_is_quarantined_and_the_worker_
 
 
 async def test_nothing_is_warmed_up_on_a_cpu(harness, monkeypatch):
+    native.is_available()  # what it is checked with, once in a process, calls this
     monkeypatch.setattr(torch, "arange", None)
     made = await harness(warm_up=True)
     await until_ready(made)

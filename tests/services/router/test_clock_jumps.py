@@ -27,7 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.mark.covering(1)
 async def renewed(redis_server: Any) -> None:
     """Wait until the lease of the running turn was renewed."""
     with redis_server.client() as client:
@@ -36,6 +35,7 @@ async def renewed(redis_server: Any) -> None:
         await eventually(lambda: client.hget(name, "until") != before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("jump_s", [3 * DAY_S, -3 * DAY_S])
 @pytest.mark.parametrize("where", ["memory", "redis"])
 async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(

@@ -15,7 +15,9 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     TransferFailed,
 )
-from kvferry.shared.wire.messages import EndRecord
+from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 # ---- what a receiver refuses -----------------------------------------------------------------------------
 
@@ -58,12 +60,19 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
 # ---- giving up -------------------------------------------------------------------------------------------
 
 
+def half_sent(
+    wire: Wire, sink: RecordingSink, manifest: Manifest
+) -> tuple[BlockServer, BlockSender, OutgoingTransfer]:
+    """A transfer whose first layer has arrived, and both ends."""
+    server, sender, transfer = wire.begin(sink, manifest)
+    transfer.send_layer(0, kit.make_layers(manifest)[0])
+    assert kit.eventually(lambda: sink.blocks == 3)
+    return server, sender, transfer
+
+
 def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    layers = kit.make_layers(manifest)
-    _, sender, transfer = wire.begin(sink, manifest)
-    transfer.send_layer(0, layers[0])
-    assert kit.eventually(lambda: sink.blocks == 3)
+    _, sender, transfer = half_sent(wire, sink, manifest)
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -81,7 +90,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: Rec
     assert sender.buffered_bytes == 0
     assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
     for call in (
-        lambda: transfer.send_layer(1, layers[1]),
+        lambda: transfer.send_layer(1, kit.make_layers(manifest)[1]),
         lambda: transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0)),
         lambda: transfer.wait(1.0),
     ):
@@ -117,10 +126,7 @@ def test_abort_after_the_acknowledgement_has_no_effect(wire: Wire, sink: Recordi
 
 def test_closing_the_receiver_fails_its_senders(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
-    layers = kit.make_layers(manifest)
-    server, sender, transfer = wire.begin(sink, manifest)
-    transfer.send_layer(0, layers[0])
-    assert kit.eventually(lambda: sink.blocks == 3)
+    server, sender, transfer = half_sent(wire, sink, manifest)
     server.close()
     server.close()
     assert sink.aborted == {manifest.key: "closed"}
@@ -134,10 +140,7 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
     wire: Wire, sink: RecordingSink
 ) -> None:
     manifest = kit.make_manifest()
-    layers = kit.make_layers(manifest)
-    server, sender, transfer = wire.begin(sink, manifest)
-    transfer.send_layer(0, layers[0])
-    assert kit.eventually(lambda: sink.blocks == 3)
+    server, sender, transfer = half_sent(wire, sink, manifest)
     sender.close()
     sender.close()
     with pytest.raises(TransferFailed) as failed:
