@@ -42,13 +42,12 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# The container tests mostly wait for what they build, so they run beside the others, and are shown behind them.
+# The container tests need both processors, so they come last and by themselves.
 define run_tests
 	$(if $(STRESS),for loop in 1 2; do $(PYTHON) -c 'while True: pass' & loops="$$loops $$!"; done; trap 'kill $$loops' EXIT;) \
-	$(BIN)/pytest $(if $(REPORT),--report $(REPORT)) $(1) tests/containers >$(VENV)/containers.log 2>&1 & containers=$$!; \
 	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report $(REPORT)) \
 		$(1) --ignore tests/containers; status=$$?; \
-	wait $$containers || status=$$?; cat $(VENV)/containers.log; exit $$status
+	$(BIN)/pytest $(if $(REPORT),--report $(REPORT)) $(1) tests/containers && exit $$status
 endef
 
 test: environment lint types contracts
