@@ -168,7 +168,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(PEERS) $(KVPRESS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
