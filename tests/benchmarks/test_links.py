@@ -23,7 +23,7 @@ def test_the_link_study_measures_slow_links_and_models_fast_ones(tmp_path: Path)
     assert full["shipped_bytes"] == 2048 * 32 * 2 * 8 * 128 * 2
     # Most of the layers come after the pass, at the speed of the link.
     on_link_s = full["shipped_bytes"] / 1.25e8
-    assert 0.7 * on_link_s < full["second_token_s"] < 4 * on_link_s  # a busy machine is slower than the link
+    assert full["second_token_s"] == pytest.approx(on_link_s, rel=0.3)
     assert slow["methods"][slow["best"]]["last_token_s"] < slow["methods"]["full"]["last_token_s"]
     for cell in result["cells"]:
         assert f"{cell['gbits']:g} Gbit/s, 2048 tokens, {cell['how']}" in printed

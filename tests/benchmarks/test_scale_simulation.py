@@ -125,4 +125,4 @@ async def test_a_real_cluster_of_two_routers_is_measured_and_simulated(tmp_path:
     found = await check_cluster(run, run, 600.0)
     ratios = found["simulated_over_measured"]
     assert (ratios["router_cpu_ms"], ratios["redis_cpu_ms"]) == (1.0, 1.0)
-    assert ratios["per_token_p50"] < 1.1  # a busy machine's tokens take longer than the simulated ones
+    assert 0.5 < ratios["per_token_p50"] < 1.1
