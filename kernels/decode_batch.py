@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
-from kvferry.kernels.dispatch import count, path_for, planned_path, shape_problem
+from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
 from kvferry.kernels.native.library import library
 from kvferry.kernels.quarantine import attempt, is_quarantined
 from kvferry.kernels.softmax import Scaling, Softmax
@@ -246,7 +246,15 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         return self.has_tables and not is_quarantined(self.op)
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
-        """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind."""
+        """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind.
+
+        Raises: ValueError: rows whose addresses a Triton kernel cannot load 16 bytes at a time, which would
+            cost the process its device.
+        """
+        if self.has_tables and not self._is_native:
+            for rows in layers.values():
+                if problem := self._problem(rows):
+                    raise ValueError(problem)
         self._placed_at[slot] = self._num_steps
         for layer, rows in layers.items():
             self._layers[layer][slot] = rows
@@ -347,6 +355,10 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     def _fields(self, rows: Rows) -> Fields:
         return row_fields(self._base, rows)
+
+    def _problem(self, rows: Rows) -> str | None:
+        """Whether a Triton kernel can read these rows."""
+        return alignment_problem(keys=rows.keys, values=rows.values)
 
     @abstractmethod
     def _attend_one(self, layer: int, slot: int, rows: Rows, token: NewToken) -> Tensor:

@@ -245,12 +245,16 @@ def _hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
         ) -> tuple[HsaBatch, dict[int, SparseRows]]:
             rows = {}
             heads, head_dim, pages = shape.num_kv_heads, shape.head_dim, -(-CAPACITY // page_size)
+            # a channel's pages start at a multiple of so many
+            aligned = ALIGNMENT_BYTES // inputs.arena.element_size()
+            stride = -(-pages // aligned) * aligned
             for slot, length in enumerate(LENGTHS):
                 keys, values = inputs.keys_values(slot)
                 page_max = page_min = keys
                 if page_size > 1:
-                    size = 2 * heads * head_dim * pages
-                    page_max, page_min = inputs.rest(slot)[:size].view(2, heads, head_dim, pages).mT
+                    size = 2 * heads * head_dim * stride
+                    extremes = inputs.rest(slot)[:size].view(2, heads, head_dim, stride)
+                    page_max, page_min = extremes[..., :pages].mT
                     hsa.page_extremes(keys, page_max, page_min, length=length, page_size=page_size)
                 rows[slot] = SparseRows(
                     keys=keys,

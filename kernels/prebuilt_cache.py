@@ -2,18 +2,21 @@
 
     TRITON_CACHE_MANAGER=kvferry.kernels.prebuilt_cache:PrebuiltCache
 
-`kvferry compile --folder` fills the folder. A key that is there is read there, so the folder may be
-read-only; any other is stored in TRITON_CACHE_DIR. Imports Triton.
+`kvferry compile --folder` fills the folder, which is KVFERRY_PREBUILT or share/kvferry/triton of the
+environment. A key that is there is read there, so the folder may be read-only; any other is stored in
+TRITON_CACHE_DIR. Imports Triton.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
 from triton.runtime.cache import FileCacheManager
 
-PREBUILT_FOLDER = Path(sys.prefix, "share", "kvferry", "triton")
+PREBUILT_FOLDER = Path(os.environ.get("KVFERRY_PREBUILT") or Path(sys.prefix, "share", "kvferry", "triton"))
 
 
 class PrebuiltCache(FileCacheManager):  # type: ignore[misc]
@@ -30,7 +33,11 @@ class PrebuiltCache(FileCacheManager):  # type: ignore[misc]
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The entry's files, by name, where they are now: Triton writes down where they were stored."""
-        group: dict[str, str] | None = super().get_group(filename)
-        if group is None or self.cache_dir != str(self.folder / self.key):
+        if self.cache_dir != str(self.folder / self.key):
+            group: dict[str, str] | None = super().get_group(filename)
             return group
-        return {file.name: str(file) for file in Path(self.cache_dir).iterdir()}
+        listed = Path(self.cache_dir, f"__grp__{filename}")
+        if not listed.is_file():
+            return None
+        names = json.loads(listed.read_text())["child_paths"]
+        return {name: str(Path(self.cache_dir, name)) for name in names}

@@ -18,6 +18,12 @@ import torch
 Reason = Literal["wrong_result", "nan", "out_of_resources", "compile_error", "exception", "hang", "crash"]
 T = TypeVar("T")
 
+capturing = threading.Lock()
+"""Held while a thread captures a CUDA graph: when any other thread waits for the whole device, the capture
+fails, and so does the wait."""
+_CAPTURE_S = 30.0
+"""Longer than any capture takes."""
+
 _COMPILE_ERRORS = (
     "CompilationError",
     "PTXASError",
@@ -114,7 +120,7 @@ def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
     if is_capturing():
         _quarantine_after(op, failure)
         raise failure
-    if is_lost():
+    if is_lost(failure):
         raise failure
     result = in_torch()
     _quarantine_after(op, failure)
@@ -139,16 +145,21 @@ def reason_of(error: BaseException) -> Reason:
     return "compile_error" if names.intersection(_COMPILE_ERRORS) else "exception"
 
 
-def is_lost() -> bool:
-    """Whether the CUDA device no longer works in this process; asked after an error, and not while capturing.
+def is_lost(error: BaseException | None = None) -> bool:
+    """Whether the CUDA device no longer works in this process; asked after an error, and not while this
+    thread captures a graph.
 
     After an illegal address, a failed assertion or a fault of the hardware CUDA answers every later call with
-    an error.
+    an error. Memory that ran out is no such error.
     """
-    if not torch.cuda.is_available():
+    if isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
         return False
+    alone = capturing.acquire(timeout=_CAPTURE_S)
     try:
         torch.cuda.synchronize()
     except RuntimeError:
         return True
+    finally:
+        if alone:
+            capturing.release()
     return False

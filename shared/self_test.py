@@ -265,6 +265,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _load_libraries(device: torch.device) -> None:
+    """Use what the references use, once: CUDA loads each library at its first call, which takes seconds from
+    a cold disk and is no kernel's fault."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        rows = torch.eye(64, dtype=dtype, device=device)
+        torch.bmm(rows[None], rows[None]).softmax(-1).sort()
+    torch.linalg.cholesky(rows)
+    torch.cuda.synchronize(device)
+
+
 def run_child(arguments: Sequence[str]) -> int:
     """The child process. Args: the task, as JSON. Returns its exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -280,7 +290,7 @@ def run_child(arguments: Sequence[str]) -> int:
     torch.set_num_threads(task["num_threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)
+        _load_libraries(device)
     dispatch.configure(task["mode"], device)
     assert task["dtype"] in get_args(DTypeName)
     shape = BatchShape(

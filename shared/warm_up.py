@@ -88,7 +88,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
             )
             resolved, tensors = compress_prompt(spec, resolved, pass_.layers, pass_.states)
         except Exception as error:
-            if is_lost():
+            if is_lost(error):
                 raise
             _log.warning("a method is not warmed up", method=method, error=f"{type(error).__name__}: {error}")
             continue

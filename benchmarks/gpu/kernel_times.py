@@ -134,6 +134,8 @@ def add_modelled(
     """
     chip = next((its for its in CHIPS if its.short_name in device_name), None)
     for row in rows:
+        if "kernel" not in row:
+            continue
         kind = _kind(row["kernel"], row["shape"])
         of_case = [its for its in counts if _kind(its["case"], its["shape"]) == kind]
         if chip is None or not of_case or row["kernel"] in BOUND_BY_ARITHMETIC:

@@ -29,6 +29,7 @@ from kvferry.kernels.decode_batch import (
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.hsa import MAX_PAGES, update_page_extremes
 from kvferry.kernels.hsa.torch_path import (
     CacheViews,
@@ -233,6 +234,13 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def _fields(self, rows: SparseRows) -> Fields:
         return sparse_fields(self._base, rows)
+
+    def _problem(self, rows: SparseRows) -> str | None:
+        problem = super()._problem(rows)
+        if problem is None and rows.page_size > 1:
+            # read along pages
+            problem = alignment_problem(page_max=rows.page_max.mT, page_min=rows.page_min.mT)
+        return problem
 
     def _launch(self, layer: int, step: NewTokens, scratch: HsaScratch, output: Tensor) -> None:
         heads = self._tables.layer(layer, len(step.queries))

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 import torch
 from torch import Tensor
 
+from kvferry.kernels.quarantine import capturing
 from kvferry.services.decode.step import StepDevice
 from kvferry.shared.model.interface import LanguageModel
 
@@ -45,6 +46,11 @@ class CudaDevice(StepDevice):
         for _ in range(self._WARM_UP_RUNS):
             run()
         graph = torch.cuda.CUDAGraph()
+        with capturing:
+            self._capture(graph, run)
+        return graph.replay
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         # Not torch.cuda.graph, which first synchronizes the device and empties the memory caches: new shapes
         # are captured while requests run. thread_local: other threads copy blocks into the arena.
         # Python must not collect garbage meanwhile: tensors and graphs that end make calls that break a
@@ -63,7 +69,6 @@ class CudaDevice(StepDevice):
         finally:
             if was_enabled:
                 gc.enable()
-        return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a failed capture. Before version 2.12, torch's allocator then goes on using the

@@ -214,7 +214,7 @@ class DecodeEngine:
     def _has_lost_device(self, error: Exception) -> bool:
         """Whether no later step can succeed in this process; a kernel that does not end counts as well."""
         is_stuck = isinstance(error, KvferryError) and error.reason == "step_timeout"
-        return (is_stuck and self._model.device.type == "cuda") or is_lost()
+        return (is_stuck and self._model.device.type == "cuda") or is_lost(error)
 
     def _await_work(self) -> bool:
         """Wait until there is something to do. Returns False when the engine must stop."""

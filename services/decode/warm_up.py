@@ -65,7 +65,7 @@ def warm_up_steps(
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
             runner.reset()
-            if is_lost():
+            if is_lost(error):
                 raise
             _log.warning(
                 "steps of a method are not warmed up",

@@ -37,6 +37,11 @@ _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _SHARED_IMPORTS = "kvferry.services.launcher.shared_imports"
 
 
+def may_use_gpu(device: str) -> bool:
+    """Whether services with this device option use a GPU, if torch is built for it."""
+    return device != "cpu" and any(path.exists() for path in _NVIDIA)
+
+
 def process_context(device: str) -> ForkServerContext | SpawnContext:
     """How services' processes are made.
 
@@ -46,8 +51,7 @@ def process_context(device: str) -> ForkServerContext | SpawnContext:
 
     Args: device: the option of the services.
     """
-    has_gpu = device != "cpu" and any(path.exists() for path in _NVIDIA)
-    if has_gpu or not sys.platform.startswith("linux"):
+    if may_use_gpu(device) or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_SHARED_IMPORTS])

@@ -5,6 +5,8 @@ Where that is not supported, blocks go over ZeroMQ's ipc.
     start: prefill and decode ──► both listen ──► router, with their addresses
     close: router (drains) ──► prefill and decode
 
+On a GPU decode starts once prefill listens: its arena is a part of the memory that prefill's weights leave.
+
 A service that ends is restarted on the same addresses. Settings are passed through a pipe, not on the command
 line, where other users of the machine could read keys.
 """
@@ -17,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, Role, ServeConfig
-from kvferry.services.launcher.process import ServiceProcess, process_context
+from kvferry.services.launcher.process import ServiceProcess, may_use_gpu, process_context
 from kvferry.shared.serving import announce_ready
 
 _LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads"}
@@ -50,10 +52,14 @@ class ProcessStack:
     async def start(self) -> None:
         config = self._config
         prefill_threads, decode_threads = divide_threads(config.threads)
-        prefill, decode = await asyncio.gather(
+        starting = [
             self._start_worker("prefill", config.prefill_metrics_listen, prefill_threads),
             self._start_worker("decode", config.decode_metrics_listen, decode_threads),
-        )
+        ]
+        if may_use_gpu(config.device):
+            prefill, decode = [await worker for worker in starting]
+        else:
+            prefill, decode = await asyncio.gather(*starting)
         await self._start(
             "router",
             listen=config.listen,

@@ -287,7 +287,7 @@ class PrefillEngine:
             self._give_up(job, error)
         except Exception as error:
             log.exception("prefill failed", request_id=job.request.request_id)
-            if is_lost():
+            if is_lost(error):
                 self._give_up(job, WorkerUnavailable(f"the device is lost: {error}", reason="device_lost"))
                 self._on_device_lost(error)
             else:

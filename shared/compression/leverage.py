@@ -18,9 +18,8 @@ Solver = Literal["svd", "qr", "gram"]
 SINGULAR_TOLERANCE = 1e-5
 """Singular values below this fraction of the largest count as zero; library defaults drop more of them if
 there are outliers."""
-EIGENVALUE_CLAMP = {torch.float32: 1e-6, torch.float64: SINGULAR_TOLERANCE**2}
-"""Eigenvalues of the Gram matrix are raised to this fraction of the largest, by the matrix's dtype: below it
-they are rounding errors, or count as zero."""
+EIGENVALUE_CLAMP = SINGULAR_TOLERANCE**2
+"""Eigenvalues of the Gram matrix are raised to this fraction of the largest: below it they count as zero."""
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -59,15 +58,15 @@ def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
     "svd": `||U_i||^2` of `X = U S V^T`, by a QR of X; singular values within the tolerance are dropped.
     "qr": `||Q_i||^2`; as "svd" if R's diagonal shows that columns are linearly dependent.
     "gram": `||x_i^T V Lambda^{-1/2}||^2` of `X^T X = V Lambda V^T`, clamped: one product and small eigenvalue
-    problems, the fastest. On a CPU the product is in float64, which is as exact as "svd" and takes half its
-    time; on CUDA it is in float32, because many GPUs are slow in float64, and is the least exact.
+    problems, the fastest. In float64, because the product squares the condition number; so it is as exact as
+    "svd".
 
     Args: rows: X, float32 `[H_kv, T, k]`, T > k. Returns: float32 `[H_kv, T]`.
     """
     if solver == "gram":
-        exact = rows.double() if rows.device.type == "cpu" else rows
+        exact = rows.double()
         eigenvalues, vectors = torch.linalg.eigh(exact.mT @ exact)
-        floor = (EIGENVALUE_CLAMP[exact.dtype] * eigenvalues[:, -1:]).clamp_min(_LEAST)
+        floor = (EIGENVALUE_CLAMP * eigenvalues[:, -1:]).clamp_min(_LEAST)
         scale = eigenvalues.maximum(floor).rsqrt()
         return _squared_norms(rows @ (vectors * scale[:, None]).to(rows.dtype))
     basis, triangle = torch.linalg.qr(rows)

@@ -1,13 +1,15 @@
 """What Triton has a C compiler build beside a kernel: the launcher of its signature, and the driver's module.
 
 Both go to Triton's cache under the keys that Triton looks up, which depend on their source alone. They need
-libcuda only when they are loaded, so an empty library of its name is enough to link them.
+libcuda only when they are loaded, so a library of its name with functions that do nothing is enough to link
+them. It has those that they call: a linker leaves a library without any out of what is loaded with them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -21,6 +23,7 @@ from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 _TIMEOUT_S = 60
+_DRIVER_CALL = re.compile(r"\b(cu[A-Z]\w*)\s*\(")
 
 
 def build_launchers(compiled: Iterable[Any]) -> int:
@@ -38,7 +41,7 @@ def build_launchers(compiled: Iterable[Any]) -> int:
         described = getattr(one.metadata, "tensordesc_meta", None)
         sources[driver.make_launcher(constants, dict(one.src.signature), described)] = "__triton_launcher"
     with tempfile.TemporaryDirectory() as folder:
-        _empty_libcuda(Path(folder))
+        _hollow_libcuda(Path(folder), sources)
         return sum(_build(source, name, folder) for source, name in sources.items())
 
 
@@ -57,9 +60,10 @@ def _build(source: str, name: str, libcuda: str) -> bool:
     return True
 
 
-def _empty_libcuda(folder: Path) -> None:
-    (folder / "empty.c").write_text("")
-    library, source = str(folder / "libcuda.so.1"), str(folder / "empty.c")
+def _hollow_libcuda(folder: Path, sources: Iterable[str]) -> None:
+    names = sorted({name for source in sources for name in _DRIVER_CALL.findall(source)})
+    (folder / "libcuda.c").write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    library, source = str(folder / "libcuda.so.1"), str(folder / "libcuda.c")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
     subprocess.run(command, check=True, timeout=_TIMEOUT_S)

@@ -27,6 +27,10 @@ SHIPPED = {
     shape.name: shape
     for shape in (
         Shape(
+            name="demo", model_type="llama", num_layers=4, hidden_size=256, intermediate_size=512,
+            num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=704, dtype="float16",
+        ),
+        Shape(
             name="Qwen3-4B", model_type="qwen3", num_layers=36, hidden_size=2560, intermediate_size=9728,
             num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=151936,
         ),

@@ -26,7 +26,7 @@ async def test_requests_of_a_lost_device_can_be_replayed_and_the_worker_is_told(
     made.service._engine._on_device_lost = lost.append
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     breaking(made, error)
-    monkeypatch.setattr(engine, "is_lost", lambda: True)
+    monkeypatch.setattr(engine, "is_lost", lambda error: True)
     with pytest.raises(WorkerUnavailable, match="the device is lost") as raised:
         await made.tokens(request_of(max_tokens=5))
     assert raised.value.retryable
