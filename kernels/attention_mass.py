@@ -19,7 +19,10 @@ from torch import Tensor
 from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
 from kvferry.kernels.descriptors import MAX_SPLITS, choose_num_splits
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.split_attention import _SPLITS_AT_ONCE, LOG2_E
+from kvferry.kernels.split_attention import LOG2_E
+
+_SPLITS_AT_ONCE = tl.constexpr(16)
+"""A constant, so that no kernel is compiled again for another number of splits."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "window", "num_tokens"])

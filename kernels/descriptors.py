@@ -90,12 +90,12 @@ def choose_num_programs(num_heads: int, device: torch.device) -> int:
     return num_heads + CTAS_PER_SM * num_multiprocessors(device)
 
 
-def choose_num_splits(num_heads: int, device: torch.device) -> int:
-    """Splits per head so that all heads together fill the device a few times; fixed for a batch bucket.
+def choose_num_splits(num_heads: int, device: torch.device, *, per_multiprocessor: int = CTAS_PER_SM) -> int:
+    """Splits per head so that all heads together fill the device; fixed for a batch bucket.
 
     Independent of lengths, which are read on the device: short heads leave their last splits idle.
     """
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
-    num_programs = CTAS_PER_SM * num_multiprocessors(device)
+    num_programs = per_multiprocessor * num_multiprocessors(device)
     return min(max(-(-num_programs // num_heads), 1), MAX_SPLITS)

@@ -347,19 +347,23 @@ def _decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
             return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
 
         suffix = "" if launched else "_torch"
-        queries, keys, cos, sin = (random(3, units * head_dim) for units in (heads, kv_heads, 1, 1))
+        # as products of weights that lie side by side give them
+        units = [its * head_dim for its in (heads, kv_heads, kv_heads)]
+        queries, keys, values = torch.split(random(3, sum(units)), units, dim=1)
+        cos, sin = random(2, 3, head_dim)
         if name == "add_norm":
-            results = getattr(ops, name + suffix)(queries, random(*queries.shape), queries[0], 1e-5)
+            hidden, residual = random(2, *queries.shape)
+            results = getattr(ops, name + suffix)(hidden, residual, hidden[0], 1e-5)
         elif name == "nucleus":
             weights = torch.rand(3, VOCABULARY, generator=generator, dtype=torch.float64).to(shape.device)
             weights = weights.pow(9)
             least = getattr(ops, name + suffix)(weights, 0.7 * weights.sum(1, keepdim=True))
             results = (torch.where(weights >= least, weights, 0.0),)
         elif name == "silu_product":
-            results = (getattr(ops, name + suffix)(queries, random(*queries.shape)),)
+            results = (getattr(ops, name + suffix)(*random(3, 2 * units[0]).chunk(2, dim=1)),)
         else:
             norms = (random(head_dim), random(head_dim), 1e-5) if name == "rotate after norms" else None
-            results = getattr(ops, "rotate" + suffix)(queries, keys, cos, sin, norms)
+            results = getattr(ops, "rotate" + suffix)(queries, keys, values, cos, sin, norms)
         return torch.cat([its.flatten(1) for its in results], 1).float()
 
     for name in ("add_norm", "rotate", "rotate after norms", "silu_product", "nucleus"):

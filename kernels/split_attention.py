@@ -19,8 +19,9 @@ _TANH_IS_ONE = tl.constexpr(64.0)
 _HEADS_AT_ONCE = tl.constexpr(128)
 _LOG2_E = tl.constexpr(LOG2_E)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-_SPLITS_AT_ONCE = tl.constexpr(16)
-"""A constant, so that no kernel is compiled again for another number of splits."""
+_BLOCK_G = tl.constexpr(MIN_BLOCK_G)
+_ROWS_AT_ONCE = tl.constexpr(32)
+"""Of all splits' parts, when they are combined."""
 
 
 @triton.jit
@@ -198,25 +199,32 @@ def combine_if_last(
     tl.debug_barrier()
     done = tl.atomic_add(counter_ptr + bh, 1, sem="acq_rel")
     if done == num_slots - 1:
-        for head in range(0, G):
-            highest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-            out = tl.zeros_like(d).to(tl.float32)
-            for first in range(0, num_slots, _SPLITS_AT_ONCE):
-                split = first + tl.arange(0, _SPLITS_AT_ONCE)
-                there = split < num_slots
-                row = (first_slot + split) * G + head
-                lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))
-                new_highest = tl.maximum(highest, tl.max(lse, 0))
-                # no split with a row yet: -inf - -inf would be NaN
-                base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                weight, shrink = tl.exp2(lse - base), tl.exp2(highest - base)
-                mask = there[:, None] & (d[None, :] < D)
-                part = tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
-                total = total * shrink + tl.sum(weight, 0)
-                out = out * shrink + tl.sum(part * weight[:, None], 0)
-                highest = new_highest
-            out /= tl.where(total > 0, total, 1.0)
-            tl.store(out_ptr + (bh * G + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        # Rows of the workspace are (split, head of the group), so many at a time for all heads: a load waits
+        # for memory, and there are few.
+        g = tl.arange(0, _BLOCK_G)
+        highest = tl.full([_BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([_BLOCK_G], tl.float32)
+        out = tl.zeros([_BLOCK_G, d.shape[0]], tl.float32)
+        for first in range(0, num_slots * G, _ROWS_AT_ONCE):
+            r = first + tl.arange(0, _ROWS_AT_ONCE)
+            there = r < num_slots * G
+            row = first_slot * G + r
+            lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))
+            mask = there[:, None] & (d[None, :] < D)
+            part = tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+            lse = tl.where((r % G)[None, :] == g[:, None], lse[None, :], float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(lse, 1))
+            # no split with a row yet: -inf - -inf would be NaN
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            weight, shrink = tl.exp2(lse - base[:, None]), tl.exp2(highest - base)
+            total = total * shrink + tl.sum(weight, 1)
+            # plain tf32 is not exact enough, and float32 takes too many registers
+            out = tl.dot(weight, part, out * shrink[:, None], input_precision="tf32x3")
+            highest = new_highest
+        out /= tl.where(total > 0, total, 1.0)[:, None]
+        mask = (g[:, None] < G) & (d[None, :] < D)
+        at = (bh * G + g[:, None]) * D + d[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(counter_ptr + bh, 0)
 
 

@@ -31,14 +31,14 @@ def decoder_cases(model: Model, *, batch_size: int, device: Device, seed: int) -
             decoder_ops.add_norm_torch, triton_kernel._add_norm_kernel, 4 * hidden.numel() + size,
         ),
         "rotate": (
-            lambda ops: ops(hidden, keys, cos, sin, None)[0], triton_kernel.rotate,
+            lambda ops: ops(hidden, keys, keys, cos, sin, None)[0], triton_kernel.rotate,
             decoder_ops.rotate_torch, triton_kernel._rotate_kernel,
-            2 * (hidden.numel() + keys.numel() + cos.numel()),
+            2 * (hidden.numel() + 2 * keys.numel() + cos.numel()),
         ),
         "rotate after norms": (
-            lambda ops: ops(hidden, keys, cos, sin, norms)[0], triton_kernel.rotate,
+            lambda ops: ops(hidden, keys, keys, cos, sin, norms)[0], triton_kernel.rotate,
             decoder_ops.rotate_torch, triton_kernel._rotate_kernel,
-            2 * (hidden.numel() + keys.numel() + cos.numel()),
+            2 * (hidden.numel() + 2 * keys.numel() + cos.numel()),
         ),
         "silu_product": (
             lambda ops: ops(hidden, residual), triton_kernel.silu_product,

@@ -63,47 +63,53 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(
     queries: Tensor,
     keys: Tensor,
+    values: Tensor,
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary positions of one token's queries and keys, after an RMSNorm of each head if there is one.
 
     Args:
-        queries: `[B, H D]`; keys `[B, H_kv D]`, contiguous.
+        queries: `[B, H D]`; keys, values `[B, H_kv D]`. A row may be a part of a longer one.
         cos, sin: `[B, D]`, of the queries' dtype.
         norms: weights `[D]` of the queries' and the keys' norm, and their eps.
 
-    Returns: `[B, H, D]` and `[B, H_kv, D]`.
+    Returns: `[B, H, D]`, and `[B, H_kv, D]` of keys and of values as they are; contiguous.
     """
-    in_torch = partial(rotate_torch, queries, keys, cos, sin, norms)
+    in_torch = partial(rotate_torch, queries, keys, values, cos, sin, norms)
 
-    def launch() -> tuple[Tensor, Tensor]:
+    def launch() -> tuple[Tensor, Tensor, Tensor]:
         # a CPU install has no Triton
         from kvferry.kernels.decoder_ops import triton_kernel
 
-        return triton_kernel.rotate(queries, keys, cos, sin, norms)
+        return triton_kernel.rotate(queries, keys, values, cos, sin, norms)
 
     return _launched(launch, in_torch, queries.device)
 
 
 def rotate_torch(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float] | None
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`rotate` in torch."""
     rotated = []
     for i, rows in enumerate((queries, keys)):
-        heads = rows.view(len(rows), -1, cos.shape[1])
+        heads = rows.reshape(len(rows), -1, cos.shape[1])
         if norms is not None:
             heads = rms_norm(heads, norms[0] if i == 0 else norms[1], norms[2])
         first, second = heads.chunk(2, dim=-1)
         half = torch.cat([-second, first], -1)
         rotated.append(heads * cos[:, None] + half * sin[:, None])
-    return rotated[0], rotated[1]
+    return rotated[0], rotated[1], values.reshape(len(values), -1, cos.shape[1]).contiguous()
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`. Args: `[B, n]`, contiguous."""
+    """`silu(gate) * up`. Args: `[B, n]`; a row may be a part of a longer one."""
     in_torch = partial(silu_product_torch, gate, up)
 
     def launch() -> Tensor:

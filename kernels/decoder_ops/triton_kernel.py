@@ -1,8 +1,8 @@
 """The decoder's small operations in Triton.
 
     _add_norm_kernel      (row): residual + hidden, and its RMSNorm
-    _rotate_kernel        (row, head): RMSNorm of a head if there is one, then its rotary position
-    _silu_product_kernel  (block): silu(gate) * up
+    _rotate_kernel        (row, head): RMSNorm of a head if there is one, its rotary position; a copy of V
+    _silu_product_kernel  (block, row): silu(gate) * up
     _nucleus_kernel       (row, block): one digit of the smallest weight that top_p selects
 
 Results are rounded to the rows' dtype where transformers' modules round.
@@ -48,24 +48,29 @@ def _add_norm_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    query_ptr, key_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_out_ptr, key_out_ptr, eps,
-    num_heads, num_kv_heads, D: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_out_ptr,
+    key_out_ptr, value_out_ptr, eps, stride_query, stride_key, stride_value, num_heads, num_kv_heads,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < D
     is_first = d < D // 2
     other = tl.where(is_first, d + D // 2, d - D // 2)
+    kv_head = (head - num_heads) % num_kv_heads
     if head < num_heads:
-        from_ptr, to_ptr, weight_ptr = query_ptr, query_out_ptr, query_weight_ptr
-        start = (row * num_heads + head) * D
+        from_ptr, weight_ptr = query_ptr + row * stride_query + head * D, query_weight_ptr
+        to_ptr = query_out_ptr + (row * num_heads + head) * D
+    elif head < num_heads + num_kv_heads:
+        from_ptr, weight_ptr = key_ptr + row * stride_key + kv_head * D, key_weight_ptr
+        to_ptr = key_out_ptr + (row * num_kv_heads + kv_head) * D
     else:
-        from_ptr, to_ptr, weight_ptr = key_ptr, key_out_ptr, key_weight_ptr
-        start = (row * num_kv_heads + head - num_heads) * D
-    loaded = tl.load(from_ptr + start + d, mask=inside, other=0.0)
+        from_ptr, weight_ptr = value_ptr + row * stride_value + kv_head * D, key_weight_ptr
+        to_ptr = value_out_ptr + (row * num_kv_heads + kv_head) * D
+    loaded = tl.load(from_ptr + d, mask=inside, other=0.0)
     dtype = loaded.dtype
     x = loaded.to(tl.float32)
-    y = tl.load(from_ptr + start + other, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(from_ptr + other, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
         of_x = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
@@ -76,17 +81,19 @@ def _rotate_kernel(
     sin = tl.load(sin_ptr + row * D + d, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(is_first, -y, y)
     rotated = (x * cos).to(dtype).to(tl.float32) + (y * sin).to(dtype).to(tl.float32)
-    tl.store(to_ptr + start + d, rotated.to(dtype), mask=inside)
+    is_value = head >= num_heads + num_kv_heads
+    tl.store(to_ptr + d, tl.where(is_value, loaded, rotated.to(dtype)), mask=inside)
 
 
 @triton.jit
-def _silu_product_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    loaded = tl.load(gate_ptr + i, mask=i < size, other=0.0)
+def _silu_product_kernel(gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loaded = tl.load(gate_ptr + row * stride_gate + i, mask=i < size, other=0.0)
     x = loaded.to(tl.float32)
-    up = tl.load(up_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + i, mask=i < size, other=0.0).to(tl.float32)
     activated = (x / (1.0 + tl.exp(-x))).to(loaded.dtype).to(tl.float32)
-    tl.store(out_ptr + i, (activated * up).to(loaded.dtype), mask=i < size)
+    tl.store(out_ptr + row * size + i, (activated * up).to(loaded.dtype), mask=i < size)
 
 
 # one kernel for all digits
@@ -135,25 +142,33 @@ def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 
 
 def rotate(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float] | None
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.decoder_ops.rotate`."""
-    head_dim = cos.shape[1]
-    rotated = [torch.empty_like(its).view(len(its), -1, head_dim) for its in (queries, keys)]
-    num_heads, num_kv_heads = (its.shape[1] for its in rotated)
+    num_rows, head_dim = cos.shape
+    given = (queries, keys, values)
+    made = [its.new_empty(num_rows, its.shape[1] // head_dim, head_dim) for its in given]
+    num_heads, num_kv_heads = made[0].shape[1], made[1].shape[1]
     of_queries, of_keys, eps = norms if norms is not None else (cos, cos, 0.0)
-    _rotate_kernel[(len(queries), num_heads + num_kv_heads)](
-        queries, keys, cos, sin, of_queries, of_keys, rotated[0], rotated[1], eps, num_heads, num_kv_heads,
+    _rotate_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+        *given, cos, sin, of_queries, of_keys, *made, eps, *(its.stride(0) for its in given), num_heads,
+        num_kv_heads,
         D=head_dim, BLOCK=triton.next_power_of_2(head_dim), HAS_NORM=norms is not None, num_warps=1,
     )  # fmt: skip
-    return rotated[0], rotated[1]
+    return made[0], made[1], made[2]
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """See `kernels.decoder_ops.silu_product`."""
-    out = torch.empty_like(gate)
-    _silu_product_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
-        gate, up, out, gate.numel(), BLOCK=_BLOCK, num_warps=4
+    num_rows, size = gate.shape
+    out = gate.new_empty(num_rows, size)
+    _silu_product_kernel[(triton.cdiv(size, _BLOCK), num_rows)](
+        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=_BLOCK, num_warps=4
     )
     return out
 

@@ -44,6 +44,13 @@ MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = ra
 """Columns: Kmax and Kmin of the first page and channel, elements between channels, P, k1, k2."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
+SCORING_PER_SM = 2
+"""Programs that score pages, of eight warps each, that a multiprocessor runs at once: each ranks channels, so
+more would do that again."""
+BLOCKS_A_PROGRAM = 8
+"""Blocks that one of them scores at most, so that a long sequence among many short ones has more of them."""
+MAX_ROWS = 1 << 21
+"""Rows of a head are counted in so many bits."""
 LEAST_TOKENS = 16
 """Of a batch's tokens: kernels are compiled once for numbers that 16 divides, and once for others."""
 LEAST_CHANNELS = 16
@@ -127,6 +134,7 @@ class HsaScratch:
         tokens: int32 `[heads, max_tokens]`, chosen rows, the newest last.
         counts: int32 `[heads]`, how many there are.
         splits: of the attention over them; num_splits a head.
+        num_scoring: programs of a head that score its pages, at most.
     """
 
     size: SparseSize
@@ -136,6 +144,7 @@ class HsaScratch:
     counts: Tensor
     splits: SplitWorkspace
     num_splits: int
+    num_scoring: int
 
     @classmethod
     def of(cls, size: SparseSize, output: Tensor) -> HsaScratch:
@@ -151,6 +160,7 @@ class HsaScratch:
             counts=torch.empty(num_heads, dtype=torch.int32, device=device),
             splits=split_workspace(output, num_heads * num_splits),
             num_splits=num_splits,
+            num_scoring=choose_num_splits(num_heads, device, per_multiprocessor=SCORING_PER_SM),
         )
 
 
@@ -159,8 +169,8 @@ _LEAST_SIZE = SparseSize(1, 1, 1, pages_of_one=True, larger_pages=False)
 
 
 def is_too_long(rows: SparseRows) -> bool:
-    """Whether a sequence has more pages than one program can select from."""
-    return rows.page_max.shape[1] > MAX_PAGES
+    """Whether a sequence has more pages, or rows, than one program can select from."""
+    return rows.page_max.shape[1] > MAX_PAGES or rows.keys.shape[1] >= MAX_ROWS
 
 
 def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:

@@ -1,8 +1,9 @@
 """HSA's first launch in Triton: a batch's new rows, and every page's logit.
 
-    _score_pages_kernel  (head, block of pages): ranks channels, scores its pages by their extremes, writes a
-                         partial log-sum-exp, writes the new row and folds it into its page's extremes
-    _score_rows_kernel   (head, block of rows): the same for pages of one token, whose key is its extremes
+    _score_pages_kernel  (head, program): ranks channels once; scores every so many blocks of pages by their
+                         extremes and writes their partial log-sum-exp; one of the head's programs writes the
+                         new row and folds it into its page's extremes
+    _score_rows_kernel   (head, program): the same for pages of one token, whose key is its extremes
 
 A batch may have heads of either kind; each launch skips the other's heads. Imported only by
 `triton_kernel.py`, because it imports Triton.
@@ -108,11 +109,11 @@ def _score_pages_kernel(
     BLOCK_K1: tl.constexpr, BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr,
     ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    bh, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
     num_pages = tl.cdiv(length, page_size)
     last_page = num_pages - 1
-    if (page_size > 1) & (block * BLOCK_P < num_pages):
+    if (page_size > 1) & (program * BLOCK_P < num_pages):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         rank, direction = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
         scale = scale_log2 / _temperature(query_ptr, bh, rank < num_channels, G, BLOCK_G, D, BLOCK_D)
@@ -124,30 +125,42 @@ def _score_pages_kernel(
         chosen = r < num_channels
         mask = (g[:, None] < G) & chosen[None, :]
         q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0).to(DOT)
-
-        p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        there = p < num_pages
-        # a bound of unknown divisibility would turn wide loads into two-byte ones
-        readable = p < tl.multiple_of(tl.cdiv(num_pages, ALIGN) * ALIGN, ALIGN)
         extreme = tl.where(positive, tl.load(entry + 3), tl.load(entry + 4))
         start = tl.multiple_of(extreme + channel * tl.load(entry + 5), ALIGN)
-        estimate = tl.load(
-            arena_ptr + start[:, None] + p[None, :], mask=chosen[:, None] & readable[None, :], other=0.0
-        )
-        if APPEND:
-            # this block's copy of the newest page, whatever of the fold below is in memory already
-            new = tl.load(new_key_ptr + bh * D + channel, mask=chosen, other=0.0)[:, None]
-            better = (positive[:, None] & (new > estimate)) | (~positive[:, None] & (new < estimate))
-            starts = length - 1 == last_page * page_size
-            estimate = tl.where((p == last_page)[None, :] & (starts | better), new, estimate)
-        estimate = tl.where(chosen[:, None] & there[None, :], estimate, 0.0).to(DOT)
-        logits = tl.dot(q, estimate, input_precision="ieee") * scale[:, None]
-        count = tl.minimum(length - p * page_size, page_size).to(tl.float32)
-        _write_scores(
-            score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count, G, BLOCK_G
-        )
+        # a bound of unknown divisibility would turn wide loads into two-byte ones
+        readable = tl.multiple_of(tl.cdiv(num_pages, ALIGN) * ALIGN, ALIGN)
+        for block in range(program, tl.cdiv(num_pages, BLOCK_P), num_programs):
+            p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+            there = p < num_pages
+            estimate = tl.load(
+                arena_ptr + start[:, None] + p[None, :], mask=chosen[:, None] & (p < readable)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            if APPEND:
+                # this block's copy of the newest page, whatever of the fold below is in memory already
+                new = tl.load(new_key_ptr + bh * D + channel, mask=chosen, other=0.0)[:, None]
+                better = (positive[:, None] & (new > estimate)) | (~positive[:, None] & (new < estimate))
+                starts = length - 1 == last_page * page_size
+                estimate = tl.where((p == last_page)[None, :] & (starts | better), new, estimate)
+            estimate = tl.where(chosen[:, None] & there[None, :], estimate, 0.0).to(DOT)
+            logits = tl.dot(q, estimate, input_precision="ieee") * scale[:, None]
+            count = tl.minimum(length - p * page_size, page_size).to(tl.float32)
+            _write_scores(
+                score_ptr,
+                partial_ptr,
+                bh,
+                block,
+                tl.cdiv(max_pages, BLOCK_P),
+                max_pages,
+                logits,
+                p,
+                there,
+                count,
+                G,
+                BLOCK_G,
+            )
         if APPEND:  # noqa: SIM102, a constant: without it nothing of the branch is compiled
-            if block == last_page // BLOCK_P:
+            if last_page // BLOCK_P % num_programs == program:
                 key = _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)
                 _fold(arena_ptr, entry, key, length - 1, last_page, D, BLOCK_D)
 
@@ -158,9 +171,9 @@ def _score_rows_kernel(
     scale_log2, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    bh, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    bh, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
-    if (page_size == 1) & (block * BLOCK_P < length):
+    if (page_size == 1) & (program * BLOCK_P < length):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         inside = d < D
         rank, _ = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
@@ -168,21 +181,33 @@ def _score_rows_kernel(
         scale = scale_log2 / _temperature(query_ptr, bh, kept, G, BLOCK_G, D, BLOCK_D)
         # at least half of the channels are chosen where a page is one token, so whole rows are read
         q = tl.where(kept[None, :], load_queries(query_ptr, bh, g, d, G, D, DOT), 0.0).to(DOT)
-        p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        there = p < length
         start = tl.multiple_of(tl.load(entry), ALIGN)
-        keys = tl.load(
-            arena_ptr + start + p[:, None].to(tl.int64) * D + d[None, :],
-            mask=there[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        if APPEND:
-            new = tl.load(new_key_ptr + bh * D + d, mask=inside, other=0.0)
-            keys = tl.where((p == length - 1)[:, None], new[None, :], keys)
-        logits = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee") * scale[:, None]
-        count = there.to(tl.float32)
-        _write_scores(
-            score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count, G, BLOCK_G
-        )
+        for block in range(program, tl.cdiv(length, BLOCK_P), num_programs):
+            p = block * BLOCK_P + tl.arange(0, BLOCK_P)
+            there = p < length
+            keys = tl.load(
+                arena_ptr + start + p[:, None].to(tl.int64) * D + d[None, :],
+                mask=there[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            if APPEND:
+                new = tl.load(new_key_ptr + bh * D + d, mask=inside, other=0.0)
+                keys = tl.where((p == length - 1)[:, None], new[None, :], keys)
+            logits = tl.dot(q, tl.trans(keys.to(DOT)), input_precision="ieee") * scale[:, None]
+            count = there.to(tl.float32)
+            _write_scores(
+                score_ptr,
+                partial_ptr,
+                bh,
+                block,
+                tl.cdiv(max_pages, BLOCK_P),
+                max_pages,
+                logits,
+                p,
+                there,
+                count,
+                G,
+                BLOCK_G,
+            )
         if APPEND:  # noqa: SIM102, as above
-            if block == (length - 1) // BLOCK_P:
+            if (length - 1) // BLOCK_P % num_programs == program:
                 _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)

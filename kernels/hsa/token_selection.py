@@ -65,13 +65,19 @@ def _select_tokens_kernel(
             score_ptr, partial_ptr, bh, p, num_pages, block_pages, max_pages, num_blocks, G, BLOCK_B
         )  # fmt: skip
         # scores are at most 1.0 (a little more with rounding), whose float32 pattern has 30 bits;
-        # the largest bound that still lets `wanted` tokens pass, two bits a step
+        # the largest bound that still lets `wanted` tokens pass, two bits a step; the three candidates'
+        # tokens, fewer than 2^21 of a head, are counted in one sum
         bound = tl.zeros([1], tl.int32)
         for step in tl.static_range(15):
+            passing = tl.zeros_like(p).to(tl.int64)
+            for candidate in tl.static_range(1, 4):
+                passes = key >= bound + (candidate << (28 - 2 * step))
+                passing += tl.where(passes, size, 0).to(tl.int64) << (21 * (candidate - 1))
+            counts = tl.sum(passing, 0)
             digit = tl.zeros([1], tl.int32)
             for candidate in tl.static_range(1, 4):
-                passing = tl.sum(tl.where(key >= bound + (candidate << (28 - 2 * step)), size, 0), 0)
-                digit += (passing >= wanted).to(tl.int32)
+                count = (counts >> (21 * (candidate - 1))) & 0x1FFFFF
+                digit += (count >= wanted).to(tl.int32)
             bound += digit << (28 - 2 * step)
         above = tl.where(key > bound, size, 0)
         equal = tl.where(key == bound, size, 0)

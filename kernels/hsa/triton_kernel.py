@@ -16,16 +16,29 @@ from torch import Tensor
 from kvferry.kernels.dense_decode.triton_kernel import (
     MAX_REGISTERS,
     MIN_SPLIT_BYTES,
+    MORE_REGISTERS,
     block_tokens,
     decode_warps,
     dot_dtype,
 )
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.hsa.batch import BLOCK_PAGES, FIELDS, HsaScratch, SparseRows, SparseSize, sparse_fields
+from kvferry.kernels.hsa.batch import (
+    BLOCK_PAGES,
+    BLOCKS_A_PROGRAM,
+    FIELDS,
+    HsaScratch,
+    SparseRows,
+    SparseSize,
+    sparse_fields,
+)
 from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_kernel
 from kvferry.kernels.hsa.token_selection import _gather_attend_kernel, _select_tokens_kernel
 from kvferry.kernels.softmax import Scaling, as_softmax, scale_of
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G
+
+
+SCORING_REGISTERS = 128
+"""Per thread of a program that scores pages: `SCORING_PER_SM` of eight warps then fit."""
 
 
 def append_and_attend_batch(
@@ -78,8 +91,10 @@ def score_pages(
         "G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": _block_d(head_dim),
         "BLOCK_P": BLOCK_PAGES, "APPEND": new_keys is not None, "FIELDS": FIELDS,
         "ALIGN": ALIGNMENT_BYTES // queries.element_size(), "DOT": dot_dtype(queries.dtype), "num_stages": 1,
+        "maxnreg": SCORING_REGISTERS,
     }  # fmt: skip
-    grid = (heads.shape[0], num_blocks)
+    programs = max(min(num_blocks, scratch.num_scoring), -(-num_blocks // BLOCKS_A_PROGRAM))
+    grid = (heads.shape[0], programs)
     if scratch.size.larger_pages:
         num_warps = 8 if block_k1 <= 128 else 16
         _score_pages_kernel[grid](*arguments, **constants, BLOCK_K1=block_k1, num_warps=num_warps)
@@ -117,7 +132,8 @@ def attend_selected(
         MIN_TILES=max(MIN_SPLIT_BYTES // (2 * block_n * head_dim * queries.element_size()), 1),
         FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(), DOT=dot_dtype(queries.dtype),
         CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None,
-        num_warps=decode_warps(block_d), num_stages=3, maxnreg=MAX_REGISTERS,
+        num_warps=decode_warps(block_d), num_stages=3,
+        maxnreg=MORE_REGISTERS if block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip
 
 

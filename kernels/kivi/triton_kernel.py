@@ -249,7 +249,7 @@ def kivi_decode_batch(
         BITS=bits, G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, GROUPS=groups,
         MIN_TILES=max(MIN_SPLIT_BYTES // tile_bytes, 1), ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=warps, num_stages=2,
-        maxnreg=MORE_REGISTERS if groups > 1 else MAX_REGISTERS,
+        maxnreg=MORE_REGISTERS if groups > 1 or block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -3,14 +3,17 @@
     embedding ──► per layer: norm ──► q, k, v ──► rotate ──► attention ──► o ──► add, norm ──► gate, up
                   ──► silu product ──► down ──► add ──► ... ──► norm ──► head
 
-Eleven launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads; on a
+Eight launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads; on a
 CPU two calls of C code, if the weights are plain and the batch is small. Only for model types whose modules
-are known; all else goes through transformers' modules (`bridge.py`). In torch the results are the modules',
-bit by bit. Linear layers are called as modules, so weights may be quantised.
+are known; all else goes through transformers' modules (`bridge.py`). On a CPU the results in torch are the
+modules', bit by bit. On a GPU the weights of q, k and v, and those of gate and up, are moved side by side in
+memory, where the modules use them too, and multiplied at once. Other linear layers, such as quantised ones,
+are called as modules: eleven launches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +46,8 @@ class FusedDecode:
         self._native: NativeDecoder | None = None
         self._weights = _weights_of(self._decoder, self._head)
         self._table: Tensor | None = None
+        on_gpu = self._decoder.norm.weight.device.type == "cuda"
+        self._products = [_products(layer, join=on_gpu) for layer in self._decoder.layers]
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """One token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""
@@ -52,9 +57,11 @@ class FusedDecode:
         residual: Tensor | None = None
         for number, layer in enumerate(decoder.layers):
             residual, hidden = _norm(layer.input_layernorm, hidden, residual)
-            hidden = self._attend(number, layer.self_attn, hidden, cos, sin, attention)
+            project, gate_and_up = self._products[number]
+            rows = project(hidden)
+            hidden = self._attend(number, layer.self_attn, rows, cos, sin, attention)
             residual, hidden = _norm(layer.post_attention_layernorm, hidden, residual)
-            hidden = layer.mlp.down_proj(silu_product(layer.mlp.gate_proj(hidden), layer.mlp.up_proj(hidden)))
+            hidden = layer.mlp.down_proj(silu_product(*gate_and_up(hidden)))
         _, hidden = _norm(decoder.norm, hidden, residual)
         logits: Tensor = self._head(hidden)
         return logits.float()
@@ -95,16 +102,84 @@ class FusedDecode:
         return cos[0], sin[0]
 
     def _attend(
-        self, number: int, module: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attention: DecodeAttention
+        self,
+        number: int,
+        module: Any,
+        rows: Sequence[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        attention: DecodeAttention,
     ) -> Tensor:
         norms = None
         if hasattr(module, "q_norm"):
             norms = module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon
-        values = module.v_proj(hidden).view(len(hidden), -1, self._head_dim)
-        queries, keys = rotate(module.q_proj(hidden), module.k_proj(hidden), cos, sin, norms)
-        queries = queries.view(len(hidden), keys.shape[1], -1, self._head_dim)
+        queries, keys, values = rows
+        queries, keys, values = rotate(queries, keys, values, cos, sin, norms)
+        queries = queries.view(len(queries), keys.shape[1], -1, self._head_dim)
         attended: Tensor = module.o_proj(attention(number, queries, keys, values, module.scaling).flatten(1))
         return attended
+
+
+class Products:
+    """Rows `[B, N]` times several weights, each by its module."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._modules = modules
+
+    def __call__(self, rows: Tensor) -> Sequence[Tensor]:
+        return [module(rows) for module in self._modules]
+
+
+class JoinedProducts(Products):
+    """The same in one product of weights that lie side by side."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        super().__init__(modules)
+        self._sizes = [module.out_features for module in modules]
+        self._weight = side_by_side([module.weight for module in modules])
+        has_bias = modules[0].bias is not None
+        self._bias = side_by_side([module.bias for module in modules]) if has_bias else None
+
+    @staticmethod
+    def can_join(modules: Sequence[Any]) -> bool:
+        """Whether these are plain linear layers of one dtype, all with a bias or none."""
+        if not all(map(_is_plain, modules)):
+            return False
+        return len({(its.weight.dtype, its.weight.device, its.bias is None) for its in modules}) == 1
+
+    def __call__(self, rows: Tensor) -> Sequence[Tensor]:
+        return torch.split(nn.functional.linear(rows, self._weight, self._bias), self._sizes, dim=1)
+
+
+def _products(layer: Any, *, join: bool) -> tuple[Products, Products]:
+    """q, k and v of a layer's rows; gate and up."""
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def of(*modules: Any) -> Products:
+        return JoinedProducts(modules) if join and JoinedProducts.can_join(modules) else Products(modules)
+
+    return of(attention.q_proj, attention.k_proj, attention.v_proj), of(mlp.gate_proj, mlp.up_proj)
+
+
+def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of several ones' rows, whose memory they then are parts of; without a copy if they are.
+
+    Args: parameters: contiguous, equal but for their first dimension.
+    """
+    first, size, end = parameters[0], parameters[0].element_size(), parameters[0].data_ptr()
+    are_joined = True
+    for each in parameters:
+        are_joined &= each.data_ptr() == end and each.is_contiguous()
+        end += each.numel() * size
+    num_rows = sum(map(len, parameters))
+    storage = first.untyped_storage()
+    if are_joined and end <= storage.data_ptr() + storage.nbytes():
+        return first.data.as_strided((num_rows, *first.shape[1:]), first.stride())
+    joined = torch.cat([each.data for each in parameters])
+    parts = torch.split(joined, [len(each) for each in parameters])
+    for each, part in zip(parameters, parts, strict=True):
+        each.data = part
+    return joined
 
 
 def _norm(module: Any, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ def decoder(kind: str, fault: str, value: float) -> Tensor:
     if kind == "silu_product":
         return decoder_kernels.silu_product(first, second)
     norms = (random(16), random(16), 1e-5) if kind == "rotate after norms" else None
-    return torch.cat(decoder_kernels.rotate(first, second, cos, sin, norms), 1)
+    return torch.cat(decoder_kernels.rotate(first, second, second, cos, sin, norms), 1)
 
 
 def packed(kind: str, fault: str, value: float) -> Tensor:

@@ -42,18 +42,22 @@ def test_a_sum_and_its_norm(dtype: torch.dtype, size: int, adds: bool) -> None:
 def test_rotary_positions(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norms: bool
 ) -> None:
-    queries, keys = rows(3, heads * head_dim, dtype=dtype), rows(3, kv_heads * head_dim, dtype=dtype, seed=1)
+    # parts of longer rows, as one product gives them
+    units = [its * head_dim for its in (heads, kv_heads, kv_heads)]
+    queries, keys, values = torch.split(rows(3, sum(units), dtype=dtype), units, dim=1)
     angles = rows(3, head_dim // 2, seed=2).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = (rows(head_dim, dtype=dtype), rows(head_dim, dtype=dtype, seed=3), 1e-6) if has_norms else None
-    ours = triton_kernel.rotate(queries, keys, cos, sin, norms)
-    check(ours, decoder_ops.rotate_torch(queries, keys, cos, sin, norms), dtype)
+    ours = triton_kernel.rotate(queries, keys, values, cos, sin, norms)
+    check(ours, decoder_ops.rotate_torch(queries, keys, values, cos, sin, norms), dtype)
+    assert torch.equal(ours[2].flatten(1), values)
+    assert all(its.is_contiguous() for its in ours)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 1023, 2048])
 def test_a_product_with_silu(dtype: torch.dtype, size: int) -> None:
-    gate, up = rows(3, size, dtype=dtype) * 8, rows(3, size, dtype=dtype, seed=1)
+    gate, up = (rows(3, 2 * size, dtype=dtype) * 8).chunk(2, dim=1)
     ours = (triton_kernel.silu_product(gate, up),)
     check(ours, (decoder_ops.silu_product_torch(gate, up),), dtype)
 
@@ -88,5 +92,6 @@ def test_torch_is_bit_for_bit_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(ours, norm(residual + hidden))
     queries, keys, cos, sin = (rows(3, 2, 8, dtype=dtype, seed=seed) for seed in range(4))
     theirs = apply_rotary_pos_emb(queries[:, :, None], keys[:, :, None], cos[:, :1], sin[:, :1])
-    rotated = decoder_ops.rotate_torch(queries.flatten(1), keys.flatten(1), cos[:, 0], sin[:, 0], None)
+    flat = [its.flatten(1) for its in (queries, keys, keys)]
+    rotated = decoder_ops.rotate_torch(*flat, cos[:, 0], sin[:, 0], None)[:2]
     assert all(torch.equal(one, other[:, :, 0]) for one, other in zip(rotated, theirs, strict=True))

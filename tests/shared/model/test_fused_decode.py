@@ -17,11 +17,14 @@ from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
 from kvferry.kernels.native.library import KINDS, Product, is_available, library
 from kvferry.kernels.quarantine import quarantined, release_all
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.fused_decode import JoinedProducts, _products, side_by_side
 from kvferry.shared.model.loading import load_model
 
 FUSED = ("llama", "llama-mha", "llama-yarn", "mistral", "qwen2", "qwen3")
 LAUNCHES_A_LAYER = 11
 """Beside attention's."""
+JOINED_LAUNCHES = 8
+"""With q, k and v in one product, and gate and up in one."""
 
 
 class Averages:
@@ -149,10 +152,59 @@ def test_other_models_go_through_their_modules(tmp_path: Path) -> None:
     assert dispatch.calls().get(("decoder_ops", "interpreter"), 0) == before
 
 
+def join_products(model: TransformersModel) -> list[JoinedProducts]:
+    """As on a GPU."""
+    assert model._fused is not None
+    model._fused._products = [_products(layer, join=True) for layer in model._model.get_decoder().layers]
+    joined = [its for pair in model._fused._products for its in pair]
+    return [its for its in joined if isinstance(its, JoinedProducts)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_joined_weights_give_the_modules_logits_and_take_no_memory(tmp_path: Path, name: str) -> None:
+    model = load(tmp_path, name)
+    expected, tokens = logits_of(model, "torch")
+    kept = {key: its.clone() for key, its in model._model.state_dict().items()}
+    num_layers = len(model._model.get_decoder().layers)
+    assert len(join_products(model)) == 2 * num_layers
+    for key, its in model._model.state_dict().items():
+        assert torch.equal(its, kept[key]), key
+    attention = model._model.get_decoder().layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({its.untyped_storage().data_ptr() for its in parts}) == 1
+    # the twin of a worker in the same process finds them joined
+    again = side_by_side(parts)
+    assert again.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(again, torch.cat(parts))
+    for mode in ("triton", "torch"):
+        logits, drawn = logits_of(model, mode)
+        assert drawn == tokens
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_only_plain_layers_of_one_kind_are_joined() -> None:
+    plain, other = (torch.nn.Linear(8, 4, bias=bias) for bias in (False, True))
+    assert JoinedProducts.can_join([plain, torch.nn.Linear(8, 2, bias=False)])
+    assert not JoinedProducts.can_join([plain, other])
+    assert not JoinedProducts.can_join([plain, torch.nn.Linear(8, 4, bias=False, dtype=torch.float16)])
+    assert not JoinedProducts.can_join([plain, torch.nn.Identity()])
+
+
+def test_parts_of_another_order_are_moved() -> None:
+    rows = torch.arange(24.0).view(6, 4)
+    parts = [torch.nn.Parameter(rows[3:]), torch.nn.Parameter(rows[:3])]
+    joined = side_by_side(parts)
+    assert torch.equal(joined, torch.cat([rows[3:], rows[:3]]))
+    assert joined.data_ptr() == parts[0].data_ptr() != rows[3:].data_ptr()
+
+
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("name", ["llama-8-layers", "qwen3"])
-def test_launches_of_a_layer(tmp_path: Path, name: str) -> None:
+def test_launches_of_a_layer(tmp_path: Path, name: str, joins: bool) -> None:
     model = load(tmp_path, name)
     modules = model._model
+    for products in join_products(model) if joins else ():
+        products._weight = CountedTensor(products._weight)
     for module in modules.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -176,4 +228,6 @@ def test_launches_of_a_layer(tmp_path: Path, name: str) -> None:
     finally:
         dispatch.configure("auto", torch.device("cpu"))
     assert not counting.reads
-    assert {after - before for before, after in itertools.pairwise(attended)} == {LAUNCHES_A_LAYER}
+    assert {after - before for before, after in itertools.pairwise(attended)} == {
+        JOINED_LAUNCHES if joins else LAUNCHES_A_LAYER
+    }
