@@ -147,6 +147,9 @@ class DecodeMetrics(_Families):
         self.decode_steps = self._counter(
             "decode_steps", "Steps by path, and why they did not use a CUDA graph", "path", "reason"
         )
+        self.captures = self._counter(
+            "decode_captures", "Steps captured as a CUDA graph, by when: in the warm-up or under load", "when"
+        )
         self.shadow_checks = self._counter(
             "decode_shadow_checks", "Steps that were repeated on the torch path, by what was found", "result"
         )

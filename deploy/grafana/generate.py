@@ -258,9 +258,14 @@ DECODE = Dashboard(
         )),
         Panel(title="Last block to first step", unit="s", queries=quantiles("admission_seconds")),
         Panel(title="Decode steps by path", unit="cps", stacked=True,
-              about="CUDA graph, or eager: on a CPU, or with an attention that has no kernel.", queries=(
+              about="CUDA graph, or eager: on a CPU, with an attention that has no kernel, or before a new "
+                    "shape of batch is captured.", queries=(
                   Query(expr=rate("decode_steps_total", "path, reason", where=""),
                         legend="{{path}} {{reason}}"),)),
+        Panel(title="Decode steps captured", unit="cps",
+              about="As CUDA graphs, in the warm-up or under load, where each holds the batch up once.",
+              queries=(Query(expr=or_zero(rate("decode_captures_total", "when", where="")),
+                             legend="{{when}}"),)),
         Panel(title="Reservations refused", unit="cps", queries=(
             Query(expr=or_zero(rate("admission_rejected_total", "reason", where="")), legend="{{reason}}"),)),
         Panel(title="Quarantined kernels", unit="none", bad=1,

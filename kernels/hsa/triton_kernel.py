@@ -17,6 +17,7 @@ from kvferry.kernels.dense_decode.triton_kernel import (
     MAX_REGISTERS,
     MIN_SPLIT_BYTES,
     MORE_REGISTERS,
+    MOST_REGISTERS,
     block_tokens,
     decode_warps,
     dot_dtype,
@@ -35,10 +36,6 @@ from kvferry.kernels.hsa.page_scores import _score_pages_kernel, _score_rows_ker
 from kvferry.kernels.hsa.token_selection import _gather_attend_kernel, _select_tokens_kernel
 from kvferry.kernels.softmax import Scaling, as_softmax, scale_of
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G
-
-
-SCORING_REGISTERS = 128
-"""Per thread of a program that scores pages: `SCORING_PER_SM` of eight warps then fit."""
 
 
 def append_and_attend_batch(
@@ -78,7 +75,11 @@ def score_pages(
     new_keys: Tensor | None,
     new_values: Tensor | None,
 ) -> None:
-    """The first launch of `append_and_attend_batch`, or two if page sizes are both 1 and larger."""
+    """The first launch of `append_and_attend_batch`, or two if page sizes are both 1 and larger.
+
+    On an H200 eight warps take 1.4 times as long as four for a batch of eight, and as long for one and for 64
+    (benchmarks/results/gpu/2026-11-27/call-4).
+    """
     group_size, head_dim = queries.shape[2:]
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
     block_k1 = max(triton.next_power_of_2(scratch.size.max_channels), 16)
@@ -91,15 +92,16 @@ def score_pages(
         "G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": _block_d(head_dim),
         "BLOCK_P": BLOCK_PAGES, "APPEND": new_keys is not None, "FIELDS": FIELDS,
         "ALIGN": ALIGNMENT_BYTES // queries.element_size(), "DOT": dot_dtype(queries.dtype), "num_stages": 1,
-        "maxnreg": SCORING_REGISTERS,
     }  # fmt: skip
     programs = max(min(num_blocks, scratch.num_scoring), -(-num_blocks // BLOCKS_A_PROGRAM))
     grid = (heads.shape[0], programs)
     if scratch.size.larger_pages:
-        num_warps = 8 if block_k1 <= 128 else 16
-        _score_pages_kernel[grid](*arguments, **constants, BLOCK_K1=block_k1, num_warps=num_warps)
+        num_warps, maxnreg = (4, MOST_REGISTERS) if block_k1 <= 128 else (16, MAX_REGISTERS)
+        _score_pages_kernel[grid](
+            *arguments, **constants, BLOCK_K1=block_k1, num_warps=num_warps, maxnreg=maxnreg
+        )
     if scratch.size.pages_of_one:
-        _score_rows_kernel[grid](*arguments, **constants, num_warps=8)
+        _score_rows_kernel[grid](*arguments, **constants, num_warps=8, maxnreg=MAX_REGISTERS)
 
 
 def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:

@@ -18,6 +18,7 @@ from kvferry.kernels.decode_batch import (
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
+from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.kivi.rows import KiviRows
 from kvferry.kernels.kivi.torch_path import attend
 
@@ -97,6 +98,18 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
 
     def _fields(self, rows: QuantisedRows) -> Fields:
         return kivi_fields(self._base, rows)
+
+    def _problem(self, rows: QuantisedRows) -> str | None:
+        quantised = rows.quantised
+        parts = {
+            "codes": quantised.codes,
+            "scales": quantised.scales,
+            "left_keys": quantised.keys,
+            "left_values": quantised.values,
+        }
+        # tensors without elements have no address
+        there = {name: its for name, its in parts.items() if its.numel()}
+        return super()._problem(rows) or alignment_problem(**there)
 
     def _launch(self, layer: int, step: NewTokens, scratch: KiviScratch, output: Tensor) -> None:
         # a CPU install has no Triton

@@ -20,6 +20,7 @@ from kvferry.kernels.decode_batch import (
     in_buckets,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
+from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.native import library as native
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
@@ -186,6 +187,11 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         """A slot's part of every layer's rows."""
         per_slot = table.shape[1] // self._shape.num_slots
         return table[:, slot * per_slot : (slot + 1) * per_slot]
+
+    def _problem(self, rows: PackedRows) -> str | None:
+        # the layout has every region at a multiple of 16 bytes from the buffer's start
+        buffer = rows.packed.buffer
+        return super()._problem(rows) or (alignment_problem(packed=buffer) if buffer.numel() else None)
 
     def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:
         assert isinstance(token.scaling, float), "plans with another softmax are refused"

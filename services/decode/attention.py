@@ -119,6 +119,11 @@ class SlotAttention:
                 names.add(State.name)
         return tuple(sorted(names))
 
+    @property
+    def has_unbatched_rows(self) -> bool:
+        """Whether rows of a layer are attended without a batched kernel."""
+        return any(member.unbatched for member in self._members.values())
+
     def signature(self) -> Hashable:
         """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
         launches = tuple(
@@ -198,7 +203,8 @@ class BatchAttention:
         every layer once ──advance──► every layer once ...
 
     Attributes:
-        is_launched: whether batched kernels run all of the attention, so that a step does not wait for the
+        rows_are_launched: whether batched kernels attend to all rows.
+        is_launched: whether there are no states beside them either, so that a step does not wait for the
             device.
     """
 
@@ -210,10 +216,15 @@ class BatchAttention:
             for batch, layers in slots.batches()
         ]
         self._has_unbatched = bool(slots.unbatched_names)
+        self._has_unbatched_rows = slots.has_unbatched_rows
+
+    @property
+    def rows_are_launched(self) -> bool:
+        return not self._has_unbatched_rows and all(batch.is_launched for batch, _, _ in self._batches)
 
     @property
     def is_launched(self) -> bool:
-        return not self._has_unbatched and all(batch.is_launched for batch, _, _ in self._batches)
+        return not self._has_unbatched and self.rows_are_launched
 
     @property
     def num_steps(self) -> int:

@@ -26,8 +26,6 @@ class CudaDevice(StepDevice):
     memory.
     """
 
-    _WARM_UP_RUNS = 2
-
     def __init__(self, device: torch.device, *, captures: bool = True) -> None:
         self.captures = captures
         self._device = device
@@ -38,13 +36,19 @@ class CudaDevice(StepDevice):
     def scope(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+    def follow(self, written: torch.cuda.Event | None = None) -> None:
+        """See `StepDevice.follow`, and `written.py` for who writes on which stream. Without a mark the steps'
+        stream waits for all that the default stream has been given, other sequences' blocks included."""
+        if written is None:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        else:
+            self._stream.wait_event(written)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # warm-up: compiles kernels and lets libraries allocate their workspaces
-        for _ in range(self._WARM_UP_RUNS):
-            run()
+        run()  # compiles kernels, loads them, and lets libraries allocate their workspaces
+        return self.capture_warm(run)
+
+    def capture_warm(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with capturing:
             self._capture(graph, run)

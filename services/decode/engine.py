@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import structlog
 import torch
@@ -25,7 +25,13 @@ from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
 from kvferry.services.decode.shadow import ShadowStep
-from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepRunner
+from kvferry.services.decode.step import (
+    EAGER_STEPS,
+    LaunchedStep,
+    StepDevice,
+    StepInput,
+    StepRunner,
+)
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.control.messages import (
     FinishReason,
@@ -106,6 +112,7 @@ class DecodeEngine:
         self._shadow_check = shadow_check
         self._num_threads = num_threads
         self._num_steps = 0
+        self._num_captures = 0
         self._device = device or step_device(model)
         make_runner: Callable[..., StepRunner | StepLanes] = (
             StepLanes if self._device.captures else StepRunner
@@ -190,6 +197,7 @@ class DecodeEngine:
                 except Exception:  # requests will show whether anything is amiss
                     _log.exception("the warm-up failed")
                     self._runner.reset()
+                self._count_captures("warm_up")
                 self._warm_up = None
             while self._await_work():
                 try:
@@ -375,6 +383,7 @@ class DecodeEngine:
             num_left=sequence.num_left,
             stop_ids=sequence.stop_token_ids,
             sampler=sequence.sampler,
+            written=sequence.written,
             sequence=sequence.key.transfer_id,
         )
 
@@ -389,11 +398,19 @@ class DecodeEngine:
     def _launch(self) -> _LaunchedBatch:
         if self._in_flight is None:
             self._last_step_s = self._clock()
-        step = self._runner.launch()
+        # a step is not captured while another shape is likely to follow
+        waits = bool(self._inbox or self._waiting)
+        step = self._runner.launch(eager_steps=EAGER_STEPS if waits else 1)
+        self._count_captures("load")
         for path in step.paths:
             self._metrics.decode_steps.labels(path.name, path.reason).inc()
         slots = {sequence: slot for sequence, (slot, _) in self._slots.items()}
         return _LaunchedBatch(step, slots, self._next_shadowed(slots))
+
+    def _count_captures(self, when: Literal["warm_up", "load"]) -> None:
+        captured = self._runner.captures.number
+        self._metrics.captures.labels(when).inc(captured - self._num_captures)
+        self._num_captures = captured
 
     def _next_shadowed(self, slots: dict[Sequence, int]) -> Sequence | None:
         """The sequence whose step is repeated, in turn, if this step's turn has come."""

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput, StepPath, StepRunner
+from kvferry.services.decode.step import (
+    Captures,
+    LaunchedStep,
+    StepDevice,
+    StepInput,
+    StepPath,
+    StepRunner,
+)
 from kvferry.shared.model.interface import LanguageModel
 
 _NUM_LANES = 2
@@ -84,6 +91,17 @@ class StepLanes:
             runner.reset()
 
     @property
+    def captures(self) -> Captures:
+        """See `StepRunner`."""
+        lanes = [runner.captures for runner in self._lanes]
+        return Captures(number=sum(its.number for its in lanes), seconds=sum(its.seconds for its in lanes))
+
+    @property
+    def rows_are_launched(self) -> bool:
+        """See `StepRunner.rows_are_launched`."""
+        return all(runner.rows_are_launched for runner in self._lanes if runner.num_sequences)
+
+    @property
     def spare_slot(self) -> int | None:
         for lane, runner in enumerate(self._lanes):
             if runner.spare_slot is not None:
@@ -94,6 +112,7 @@ class StepLanes:
     def runs_ahead(self) -> bool:
         return all(runner.runs_ahead for runner in self._lanes if runner.num_sequences)
 
-    def launch(self) -> LaunchedSteps:
-        lanes = {lane: runner.launch() for lane, runner in enumerate(self._lanes) if runner.num_sequences}
-        return LaunchedSteps(lanes)
+    def launch(self, *, eager_steps: int = 0) -> LaunchedSteps:
+        """See `StepRunner.launch`."""
+        running = [(lane, runner) for lane, runner in enumerate(self._lanes) if runner.num_sequences]
+        return LaunchedSteps({lane: runner.launch(eager_steps=eager_steps) for lane, runner in running})

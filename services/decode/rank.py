@@ -41,7 +41,7 @@ from kvferry.services.decode.rank_messages import (
 )
 from kvferry.services.decode.retained import copied_rows, retained_layout
 from kvferry.services.decode.sequence import PinnedRows
-from kvferry.services.decode.step import MAX_SHAPES
+from kvferry.services.decode.step import MAX_STEPS
 from kvferry.shared.cache.arena import (
     ArrivingLayout,
     SequenceLayout,
@@ -321,7 +321,7 @@ class DecodeRank(FollowingRank):
         key = (num_slots, slots.signature())
         attention = self._shapes.pop(key, None) or BatchAttention(slots, num_slots)
         self._shapes[key] = attention
-        if len(self._shapes) > MAX_SHAPES:
+        if len(self._shapes) > MAX_STEPS:
             self._shapes.popitem(last=False)
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:

@@ -9,6 +9,7 @@ engine gets only complete transfers.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whol
 from kvferry.services.decode.rank_messages import PartArrived, PartFailed
 from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompts
+from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     ArrivingLayout,
@@ -57,28 +59,46 @@ if TYPE_CHECKING:
     from kvferry.services.decode.ranks import DecodeRanks
 
 
+class _Half:
+    """Pinned memory for one payload. Attributes: sent: mark behind the last copy from it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 class ArenaCopier:
     """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
 
-    Used only by the receiver's thread.
+        half 0    | payload 0 ── to the device ───────► | payload 2 ...      a half is written again only when
+        half 1                | payload 1 ── to the device ───────► |        the device has read it
+
+    On CUDA the bytes arrive on the thread's current stream, after `copy` has returned: work on that stream
+    finds them, and a step by a mark (`written.py`). Used only by the receiver's thread.
     """
 
     def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._pinned = torch.empty(max_payload_bytes, dtype=torch.uint8, pin_memory=True) if on_cuda else None
         self._payload = np.empty(0, np.uint8)
+        self._half: _Half | None = None
+        self._halves: Iterator[_Half] | None = None
+        if device.type == "cuda":
+            self._halves = itertools.cycle([_Half(max_payload_bytes), _Half(max_payload_bytes)])
 
     def load(self, payload: memoryview) -> None:
         """Set the payload that `copy` reads from until the next call."""
         self._payload = np.frombuffer(payload, np.uint8)
-        if self._pinned is not None:
-            self._pinned.numpy()[: payload.nbytes] = self._payload
+        if self._halves is not None:
+            self._half = next(self._halves)
+            self._half.sent.synchronize()
+            self._half.pinned.numpy()[: payload.nbytes] = self._payload
 
     def copy(self, target: Tensor, offset: int) -> None:
-        """Fill `target`, uint8 `[n]` in the arena, with the payload's bytes starting at `offset`."""
+        """Fill `target`, uint8 `[n]` in the arena or on the host, with the payload's bytes from `offset`."""
         end = offset + target.numel()
-        if self._pinned is not None:
-            target.copy_(self._pinned[offset:end])
+        if self._half is not None:
+            target.copy_(self._half.pinned[offset:end], non_blocking=True)
+            if target.is_cuda:  # else it is done
+                self._half.sent.record(torch.cuda.current_stream(target.device))
         else:
             # Not `copy_`: torch would split the block among its threads and wait for busy cores.
             target.numpy()[:] = self._payload[offset:end]
@@ -339,6 +359,7 @@ class CacheReceiver:
                 if joined is not None:
                     caches, layout = joined.finish(), joined.layout
                 sequence.caches, sequence.layout = caches, layout
+                sequence.written = written_so_far(self._arena.device)
                 if all(cache.format.is_plain for cache in caches):
                     sequence.positions = tuple([cache.positions for cache in caches])
                 sequence.joined = None

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 from torch import Tensor
 
+from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import Allocation, SequenceLayout
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -154,6 +156,7 @@ class Sequence:
         first: the first token, and the seconds at which the transfer began that brought it.
         arrived: the same, once all blocks are there that this process takes; `parts`: what other ranks have
             taken straight from prefill, by rank.
+        written: mark behind the last write of `caches` but for those of steps (`written.py`); None on a CPU.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
     """
@@ -189,6 +192,7 @@ class Sequence:
     arrived: tuple[SampledToken, float] | None = None
     parts: dict[int, PartArrived] = field(default_factory=dict)
     committed_s: float | None = None
+    written: torch.cuda.Event | None = None
     is_in_arena: bool = True
     trace_context: Context = field(default_factory=current_context)
     span: Span = INVALID_SPAN
@@ -252,6 +256,7 @@ class Sequence:
         with self.lock:
             for cache, layer in zip(self.caches, layout.layers, strict=True):
                 cache.move(layer.format, layer.views(buffer))
+            self.written = written_so_far(buffer.device)
             self.is_in_arena = allocation is not None
             if allocation is not None:
                 self.allocation = allocation

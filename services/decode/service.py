@@ -31,6 +31,7 @@ from kvferry.services.decode.returned import HistoryReturner
 from kvferry.services.decode.sequence import EventStream, Reservations, Sequence, SequenceState
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
+from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
@@ -346,6 +347,7 @@ class DecodeService:
             if self._ranks is not None:
                 self._ranks.copy(shared, sequence)
             sequence.caches = shared.copied(sequence.layout, self._arena.buffer(sequence.allocation))
+            sequence.written = written_so_far(self._arena.device)
             self._arena.advance(sequence.allocation, "in_transfer")
             self._arena.advance(sequence.allocation, "running")
             sequence.committed_s = self._clock()

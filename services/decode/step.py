@@ -6,6 +6,7 @@ The engine places sequences and launches steps, and may launch the next one befo
 If batched kernels run the whole step, it never waits for the device: lengths, positions, finished completions
 and sampled tokens stay on it. All steps share the slots' buffers; every shape of attention (number of slots,
 kernels) has its own scratch memory, and a graph for each way of sampling. The most recently used are cached.
+A shape that appears under load runs eagerly first, so that no batch waits for graphs that it needs only once.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
-MAX_SHAPES = 48
-"""Limit on cached shapes of attention, each with its scratch memory: at least as many as the warm-up has."""
-MAX_WAYS = 8
-"""Limit on cached ways of sampling of each, with a graph each."""
+MAX_STEPS = 256
+"""Limit on cached steps, each with one graph at most. A graph has about 450 kernels, for each of which the
+driver takes about 10 KB beside torch's allocator (NVIDIA says so of CUDA 12; not measured here): 1.2 GB for
+all. The default warm-up captures 96, so load has room for 26 mixes of methods at six batch sizes. Scratch
+memory is small beside the KV of the sequences that it is for, and goes with the last step that uses it."""
+EAGER_STEPS = 4
+"""A step that has no graph runs eagerly so often while sequences wait to join, which will change the batch's
+shape again. Four eager steps lose about as much time as a capture takes (by estimate: 20 ms each, and 80 ms),
+so that whatever comes, at most about twice the least possible time is lost. If nobody waits, it runs once."""
 RETRY_STEPS = 200
-"""A shape that could not be captured runs eagerly for so many steps before it is tried once more."""
+"""A step that could not be captured runs eagerly so often before it is tried once more."""
+_MAX_CAPTURES = 2
 _POLL_S = 50e-6
 _NO_TOKEN = -1
 
@@ -52,8 +59,11 @@ class StepDevice:
         """A context whose device work runs in order."""
         return nullcontext()
 
-    def follow(self) -> None:
-        """Make what other threads have written so far visible to later work in the scope."""
+    def follow(self, written: torch.cuda.Event | None = None) -> None:
+        """Make what other threads have written visible to later work in the scope.
+
+        Args: written: up to this mark (`written.py`); None: so far.
+        """
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the device work of `run`. Returns a function that replays it without the Python code.
@@ -63,6 +73,10 @@ class StepDevice:
         Raises: RuntimeError: `run` cannot be captured.
         """
         return run
+
+    def capture_warm(self, run: Callable[[], None]) -> Callable[[], None]:
+        """As `capture`, of a function that has been run in the scope before: nothing is left to compile."""
+        return self.capture(run)
 
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
         """Begin to copy tensors to the host. Returns the copies and a function that says if they are done."""
@@ -76,8 +90,8 @@ class StepPath:
     Attributes:
         name: "graph" or "eager".
         reason: why a step runs eagerly: the names of the formats and attentions without a batched kernel,
-            else "cpu", "ranks" (the model has several), "capture_failed", or "torch" if kernels are off or do
-            not support the model; "" for a graph.
+            else "cpu", "ranks" (the model has several), "new_shape" (it will be captured), "capture_failed",
+            or "torch" if kernels are off or do not support the model; "" for a graph.
     """
 
     name: dispatch.StepPathName
@@ -93,6 +107,7 @@ class StepInput:
         token_id: the last sampled token, which runs next at `position`.
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
+        written: when its layers are written; see `StepDevice.follow`.
         sequence: the id of the transfer that brought it, by which other ranks know it.
     """
 
@@ -103,6 +118,7 @@ class StepInput:
     num_left: int
     stop_ids: frozenset[int]
     sampler: SequenceSampler
+    written: torch.cuda.Event | None = None
     sequence: int = 0
 
 
@@ -207,7 +223,8 @@ class DecodeStep:
         self._replay: Callable[[], None] | None = None
         self._calls: dict[tuple[str, dispatch.KernelPath], int] = {}
         self._eager_reason = "torch"
-        self._steps_to_retry = 0
+        self._num_eager = 0
+        self._num_failed = 0
 
     @property
     def is_captured(self) -> bool:
@@ -220,30 +237,41 @@ class DecodeStep:
         unbatched = self._slots.attention.unbatched_names
         return StepPath(name="eager", reason=",".join(unbatched) or self._eager_reason)
 
-    def prepare_on(self, device: StepDevice, *, warn: Callable[[str], None]) -> None:
-        """Capture the step if that makes it faster. The runs that this takes change no slot: all of them are
-        inactive meanwhile. If it fails, the step runs eagerly, and `retry_on` tries once more."""
+    def prepare_on(self, device: StepDevice, *, eager_steps: int, warn: Callable[[str], None]) -> bool:
+        """Called before each step: capture it if that makes it faster and it has run eagerly often enough.
+
+        The runs that a capture takes change no slot: all of them are inactive meanwhile. If it fails, the
+        step runs eagerly `RETRY_STEPS` times, and is tried once more.
+
+        Returns: whether it has been captured now.
+        """
+        if self._replay is not None:
+            return False
         if not device.captures:
             self._eager_reason = "cpu" if self._model.device.type == "cpu" else "ranks"
-        if device.captures and self.attention.is_launched and not self._capture_on(device, warn):
-            self._steps_to_retry = RETRY_STEPS
-
-    def retry_on(self, device: StepDevice, *, warn: Callable[[str], None]) -> None:
-        """Called before each step: try a failed capture once more, after `RETRY_STEPS` steps."""
-        if self._steps_to_retry:
-            self._steps_to_retry -= 1
-            if not self._steps_to_retry and self.attention.is_launched:
-                self._capture_on(device, warn)
+            return False
+        if not self.attention.is_launched:
+            self._eager_reason = "torch"
+            return False
+        if self._num_failed == 0:
+            self._eager_reason = "new_shape"
+        least_eager = RETRY_STEPS if self._num_failed else eager_steps
+        if self._num_failed == _MAX_CAPTURES or self._num_eager < least_eager:
+            return False
+        return self._capture_on(device, warn)
 
     def _capture_on(self, device: StepDevice, warn: Callable[[str], None]) -> bool:
         active, num_steps = self._active.clone(), self.attention.num_steps
         self._active.zero_()
         self.attention.show(self._active)
+        capture = device.capture_warm if self._num_eager else device.capture
         try:
-            self._replay = device.capture(self._run_recorded)
+            self._replay = capture(self._run_recorded)
         except Exception as error:  # Triton's compiler has its own errors; the step runs without a graph
             warn(f"{type(error).__name__}: {error}")
             self._eager_reason = "capture_failed"
+            self._num_failed += 1
+            self._num_eager = 0
         self._active.copy_(active)
         self.attention.count_steps(num_steps - self.attention.num_steps)
         self.attention.show(self._active)
@@ -253,6 +281,7 @@ class DecodeStep:
         """Replay the step's graph, or run it if it has none."""
         self._slots.sampler.refill()
         if self._replay is None:
+            self._num_eager += 1
             self.run()
             return
         num_steps = self.attention.num_steps
@@ -327,12 +356,12 @@ class LaunchedStep:
             time.sleep(_POLL_S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """What is cached of a shape of attention. Attributes: steps: by way of sampling."""
+@dataclass(kw_only=True)
+class Captures:
+    """The graphs that have been captured: how many, and the seconds that it took."""
 
-    attention: BatchAttention
-    steps: OrderedDict[Hashable, DecodeStep]
+    number: int = 0
+    seconds: float = 0.0
 
 
 class StepRunner:
@@ -347,6 +376,8 @@ class StepRunner:
         model: on the device; used by no other thread.
         max_batch_size: sequences that may be placed at the same time.
         warn: called with the reason if a capture fails.
+
+    Attributes: captures: so far.
     """
 
     def __init__(
@@ -356,7 +387,8 @@ class StepRunner:
         self._device = device
         self._max_batch_size = max_batch_size
         self._warn = warn
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self.captures = Captures()
+        self._steps: OrderedDict[tuple[Hashable, Hashable], DecodeStep] = OrderedDict()
         self._spec = model.spec
         self._slots: BatchSlots | None = None
         self._step: DecodeStep | None = None
@@ -374,6 +406,11 @@ class StepRunner:
         return self._step.is_captured and not self._slots.sampler.needs_tokens
 
     @property
+    def rows_are_launched(self) -> bool:
+        """Whether batched kernels attend to all rows in the last step; not known after a join or leave."""
+        return self._step is not None and self._step.attention.rows_are_launched
+
+    @property
     def spare_slot(self) -> int | None:
         """A slot whose sequence would better leave and join again: the step would have fewer slots."""
         slots = self._slots
@@ -384,7 +421,7 @@ class StepRunner:
     def join(self, given: StepInput) -> int:
         """Place a sequence. Returns its slot."""
         with self._device.scope():
-            self._device.follow()
+            self._device.follow(given.written)
             if self._slots is None:
                 arena = next(its for cache in given.caches for its in cache.regions.values())
                 num_slots = self._num_slots(self._max_batch_size)
@@ -410,10 +447,13 @@ class StepRunner:
     def reset(self) -> None:
         """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
         self._slots = self._step = None
-        self._shapes.clear()
+        self._steps.clear()
 
-    def launch(self) -> LaunchedStep:
-        """Launch a step: one token for every sequence of the batch that has not ended."""
+    def launch(self, *, eager_steps: int = 0) -> LaunchedStep:
+        """Launch a step: one token for every sequence of the batch that has not ended.
+
+        Args: eager_steps: how often a step without a graph runs eagerly before it is captured.
+        """
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
             if self._device.captures and self._num_quarantined != len(quarantined()):
@@ -421,9 +461,10 @@ class StepRunner:
                 self._step = None  # graphs with those kernels are not replayed
             if self._step is None:
                 self._step = self._find_step(self._slots)
-            step = self._step
-            if self._device.captures:
-                step.retry_on(self._device, warn=self._warn)
+            step, begin_s = self._step, time.monotonic()
+            if step.prepare_on(self._device, eager_steps=eager_steps, warn=self._warn):
+                self.captures.number += 1
+                self.captures.seconds += time.monotonic() - begin_s
             step.launch()
             wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
             (drawn, *logits), is_done = self._device.fetch(wanted)
@@ -437,23 +478,15 @@ class StepRunner:
 
     def _find_step(self, slots: BatchSlots) -> DecodeStep:
         num_slots = self._num_slots(slots.num_slots)
-        of_attention, of_sampling = slots.shape(num_slots)
-        if of_attention not in self._shapes:
-            self._shapes[of_attention] = _Shape(
-                attention=BatchAttention(slots.attention, num_slots), steps=OrderedDict()
-            )
-        self._shapes.move_to_end(of_attention)
-        shape = self._shapes[of_attention]
-        if len(self._shapes) > MAX_SHAPES:
-            self._shapes.popitem(last=False)
-        if of_sampling not in shape.steps:
-            step = DecodeStep(self._model, slots, num_slots, shape.attention)
-            step.prepare_on(self._device, warn=self._warn)
-            shape.steps[of_sampling] = step
-        shape.steps.move_to_end(of_sampling)
-        if len(shape.steps) > MAX_WAYS:
-            shape.steps.popitem(last=False)
-        return shape.steps[of_sampling]
+        key = slots.shape(num_slots)
+        if key not in self._steps:
+            alike = (step.attention for (shape, _), step in self._steps.items() if shape == key[0])
+            attention = next(alike, None) or BatchAttention(slots.attention, num_slots)
+            self._steps[key] = DecodeStep(self._model, slots, num_slots, attention)
+        self._steps.move_to_end(key)
+        if len(self._steps) > MAX_STEPS:
+            self._steps.popitem(last=False)
+        return self._steps[key]
 
     def _num_slots(self, num_sequences: int) -> int:
         """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""

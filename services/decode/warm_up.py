@@ -1,5 +1,8 @@
 """Decode's warm-up: steps of every batch size, greedy and drawn, over prompts of every kind of cache.
 
+A kind whose rows are attended without batched kernels takes one step: it has no graphs, and the other kernels
+of its steps are those of the other kinds.
+
 Runs on the engine's thread before it takes sequences. What is compiled and captured here, no request waits
 for. See `shared/warm_up.py`.
 """
@@ -27,7 +30,14 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.self_test import model_shapes
-from kvferry.shared.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
+from kvferry.shared.warm_up import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    PhaseSeconds,
+    Progress,
+    WarmPrompt,
+    warm_prompts,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -58,9 +68,12 @@ def warm_up_steps(
 ) -> None:
     """Launch the steps. No other sequence may be placed; none is afterwards."""
     seen: set[Hashable] = set()
-    for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
+    seconds, sizes, num_prompts = PhaseSeconds(), batch_sizes(max_batch_size), 0
+    for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress, seconds=seconds, every_method=False):
+        num_prompts += 1
         try:
-            _warm_up_prompt(model, runner, arena, prompt, batch_sizes(max_batch_size), seen)
+            with seconds("steps"):
+                _warm_up_prompt(model, runner, arena, prompt, sizes, seen)
         except (CapacityExceeded, InvalidRequest):
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
@@ -73,6 +86,15 @@ def warm_up_steps(
                 error=f"{type(error).__name__}: {error}",
             )
     progress(1.0, "")
+    captures = runner.captures
+    seconds.move(captures.seconds, source="steps", target="captures")
+    _log.info(
+        "warmed up",
+        prompts=num_prompts,
+        kinds=len(seen),
+        captures=captures.number,
+        **seconds.log_fields(),
+    )
 
 
 def _warm_up_prompt(
@@ -92,9 +114,20 @@ def _warm_up_prompt(
         kinds = tuple(map(_kind, caches))
         if kinds in seen:
             return
+        # the first kind has every step, for the kernels beside attention
+        steps = partial(
+            _warm_up_shapes,
+            model,
+            runner,
+            caches,
+            num_tokens=prompt.resolved.num_prompt_tokens,
+            sizes=sizes,
+            in_torch=not seen,
+        )
         seen.add(kinds)
         for params in SAMPLING:
-            _warm_up_shapes(model, runner, caches, params, prompt.resolved.num_prompt_tokens, sizes)
+            if not steps(params=params):
+                break
         if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
             _warm_up_selection(model)
     finally:
@@ -113,11 +146,17 @@ def _warm_up_shapes(
     model: LanguageModel,
     runner: StepRunner | StepLanes,
     caches: tuple[LayerCache, ...],
+    *,
     params: SamplingParams,
     num_tokens: int,
     sizes: Sequence[int],
-) -> None:
-    """Take a step at each size. All sequences have the same memory, to which they write the same."""
+    in_torch: bool,
+) -> bool:
+    """Take a step at each size. All sequences have the same memory; what they write there does not matter.
+
+    Args: in_torch: False: end with the first step in which batched kernels do not attend to all rows.
+    Returns: False if it has ended so.
+    """
     slots: list[int] = []
     try:
         for size in sizes:
@@ -127,16 +166,15 @@ def _warm_up_shapes(
                     num_appended=0,
                     token_id=0,
                     position=num_tokens,
-                    num_left=NEW_TOKENS,
+                    num_left=NEW_TOKENS - 1,
                     stop_ids=frozenset(model.spec.eos_token_ids),
                     sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
                 )
                 slots.append(runner.join(given))
             runner.launch().wait(_STEP_TIMEOUT_S)
-            # the next size begins at the first row again
-            for slot in reversed(slots):
-                runner.leave(slot)
-            slots.clear()
+            if not in_torch and not runner.rows_are_launched:
+                return False
+        return True
     finally:
         for slot in reversed(slots):
             with suppress(KeyError):

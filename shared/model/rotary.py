@@ -24,6 +24,7 @@ Layout = Literal["halves", "interleaved"]
 _ROTARY = ("rotary_emb", "pos_emb")
 """Names of a decoder's rotary embedding."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_INTERMEDIATE_BYTES = 64 << 20
 
 
 class KeyRotation:
@@ -74,10 +75,12 @@ class KeyRotation:
         norm = cos.square() + sin.square()
         cos, sin = cos / norm, self._sign * sin / norm
         restored = keys.to(torch.float32, copy=True)
-        for head in restored:  # one at a time, because intermediate results are several times the keys
-            x, y = _pairs(head[:, self._first : self._first + width], self._channels)
-            x_before_rope, y_before_rope = x * cos + y * sin, y * cos - x * sin
-            x.copy_(x_before_rope)
+        # a few at a time, because intermediate results are as large as the keys
+        heads_at_once = max(_INTERMEDIATE_BYTES // max(restored[:1].nbytes, 1), 1)
+        for heads in restored.split(heads_at_once):  # type: ignore[no-untyped-call]
+            x, y = _pairs(heads[:, :, self._first : self._first + width], self._channels)
+            y_before_rope = (y * cos).addcmul_(x, sin, value=-1)
+            x.mul_(cos).addcmul_(y, sin)
             y.copy_(y_before_rope)
         return restored
 

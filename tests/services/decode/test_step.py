@@ -6,6 +6,8 @@ of what it interprets are left out of what is watched.
 
 import asyncio
 import contextlib
+import itertools
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 from kvtest.compression import opened
 from kvtest.decode import oracle_ids
-from kvtest.steps import CountingDevice
+from kvtest.steps import CountingDevice, ReplayingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
+from kvferry.services.decode import engine, step
 from kvferry.services.decode.attention import BatchAttention
-from kvferry.services.decode.step import BatchSlots, DecodeStep, StepInput, StepRunner
+from kvferry.services.decode.step import EAGER_STEPS, BatchSlots, DecodeStep, StepInput, StepRunner
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import TokenGenerated
@@ -126,6 +129,20 @@ def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(inte
     assert step.drawn[1:].all()
 
 
+def runner_of_dense(model, request_of, device, *, max_batch_size=4):
+    """A runner on C code, which is fast, and a sequence to give it any number of times."""
+    if not dispatch.uses_native("dense_decode", torch.device("cpu")):
+        pytest.skip("there is no C compiler")
+    (given,) = sequences_of(model, request_of, [{}], [SamplingParams(max_tokens=8, temperature=0.0)])
+    # in the same memory, to which all write: C code is given one arena
+    layout = sequence_layout([cache.format for cache in given.caches])
+    buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    rows = [{name: cache.regions[name][:, :60] for name in ("keys", "values")} for cache in given.caches]
+    caches = tuple(its.place(buffer, tensors) for its, tensors in zip(layout.layers, rows, strict=True))
+    runner = StepRunner(model, device, max_batch_size=max_batch_size, warn=pytest.fail)
+    return runner, replace(given, caches=caches)
+
+
 class Written(TorchDispatchMode):
     """Counts operators and the elements that they write to tensors in place."""
 
@@ -215,21 +232,12 @@ def test_a_slot_has_nothing_of_the_sequence_before_it(interpreter, small_model, 
 @torch.inference_mode()
 def test_steps_of_every_size_and_way_of_sampling_stay_captured(small_model, request_of):
     """As many as the warm-up captures of one kind of cache at 32 sequences; they share scratch memory."""
-    if not dispatch.uses_native("dense_decode", torch.device("cpu")):
-        pytest.skip("there is no C compiler")
     model, device = small_model(), CountingDevice()
+    runner, first = runner_of_dense(model, request_of, device, max_batch_size=32)
     ways = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.5}]
     params = [SamplingParams(max_tokens=8, **{"temperature": 0.8, **way}) for way in ways]
-    (first,) = sequences_of(model, request_of, [{}], params[:1])
-    # in the same memory, to which all write: C code is given one arena
-    layout = sequence_layout([cache.format for cache in first.caches])
-    buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-    rows = [{name: cache.regions[name][:, :60] for name in ("keys", "values")} for cache in first.caches]
-    caches = tuple(its.place(buffer, tensors) for its, tensors in zip(layout.layers, rows, strict=True))
-    first = replace(first, caches=caches)
     samplers = [SequenceSampler(its, (5, 6), model.spec.vocab_size) for its in params]
     givens = [replace(first, sampler=sampler) for sampler in samplers]
-    runner = StepRunner(model, device, max_batch_size=32, warn=pytest.fail)
     sizes = [1, 2, 4, 8, 16, 32]
     for _ in range(2):
         for given in givens:
@@ -253,6 +261,106 @@ def test_what_refuses_waits_refuses_them():
             wait()
 
 
+def eager_of_new_shapes(made):
+    return made.value("decode_steps_total", path="eager", reason="new_shape")
+
+
+@torch.inference_mode()
+def test_a_new_shape_runs_eagerly_before_it_is_captured_and_draws_the_same_tokens(
+    interpreter, small_model, request_of
+):
+    model, methods = small_model(), list(KINDS.values())
+    params = [SamplingParams(max_tokens=8, temperature=0.9, seed=i, presence_penalty=0.5) for i in range(4)]
+    params[1] = SamplingParams(max_tokens=8, temperature=0.0)
+    givens = sequences_of(model, request_of, methods, params)
+    drawn, paths, captured = {}, {}, {}
+    for eager_steps in (0, 1):
+        runner = StepRunner(model, CountingDevice(), max_batch_size=4, warn=pytest.fail)
+        for given in givens:
+            runner.join(given)
+        launched, captured[eager_steps] = [], []
+        for _ in range(3):
+            launched.append(runner.launch(eager_steps=eager_steps))
+            launched[-1].wait(60)
+            captured[eager_steps].append(runner.captures.number)
+        drawn[eager_steps] = [step.drawn() for step in launched]
+        paths[eager_steps] = [(step.path.name, step.path.reason) for step in launched]
+    assert paths == {0: [("graph", "")] * 3, 1: [("eager", "new_shape"), ("graph", ""), ("graph", "")]}
+    assert captured == {0: [1, 1, 1], 1: [0, 1, 1]}
+    assert drawn[0] == drawn[1]
+    assert len({tuple(tokens) for tokens in zip(*drawn[0][0].values(), strict=True)}) > 1
+
+
+@torch.inference_mode()
+def test_a_capture_after_eager_steps_is_told_that_it_needs_no_warm_up(small_model, request_of):
+    class Device(CountingDevice):
+        num_warm = 0
+
+        def capture_warm(self, run):
+            self.num_warm += 1
+            return super().capture_warm(run)
+
+    device = Device()
+    runner, given = runner_of_dense(small_model(), request_of, device)
+    runner.join(given)
+    for _ in range(3):
+        runner.launch(eager_steps=1).wait(60)
+    assert (device.num_warm, device.num_captures) == (1, 1)
+    runner = StepRunner(small_model(), device, max_batch_size=4, warn=pytest.fail)
+    runner.join(given)
+    runner.launch().wait(60)
+    assert (device.num_warm, device.num_captures) == (1, 2)
+
+
+@torch.inference_mode()
+def test_the_steps_used_last_stay_and_share_their_attention(monkeypatch, small_model, request_of):
+    monkeypatch.setattr(step, "MAX_STEPS", 2)
+    device = CountingDevice()
+    runner, given = runner_of_dense(small_model(), request_of, device)
+    drawn = replace(given, sampler=SequenceSampler(SamplingParams(max_tokens=8, temperature=1.0), (5,), 50))
+
+    def captures_of(*givens):
+        before, slots = device.num_captures, [runner.join(its) for its in givens]
+        runner.launch().wait(60)
+        for slot in reversed(slots):
+            runner.leave(slot)
+        return device.num_captures - before
+
+    assert [captures_of(its) for its in (given, drawn, given, drawn)] == [1, 1, 0, 0]
+    greedy_one, drawn_one = runner._steps.values()
+    assert greedy_one.attention is drawn_one.attention
+    assert captures_of(given, given) == 1, "the greedy step of one sequence gave way"
+    assert [captures_of(its) for its in (drawn, given)] == [0, 1]
+    assert len(runner._steps) == 2
+
+
+async def test_while_sequences_wait_a_new_shape_is_captured_later(monkeypatch, harness, request_of):
+    """One sequence at a time: the second waits for all of the first one's steps."""
+    if not dispatch.uses_native("dense_decode", torch.device("cpu")):
+        pytest.skip("there is no C compiler")
+    monkeypatch.setattr(engine, "step_device", lambda device: ReplayingDevice())
+    made = await harness(max_batch_size=1)
+    both_are_there, submit, num_submitted = threading.Event(), made.service._engine.submit, itertools.count(1)
+
+    def submit_and_tell(*args):
+        submit(*args)
+        if next(num_submitted) == 2:
+            both_are_there.set()
+
+    monkeypatch.setattr(made.service._receiver, "_submit", submit_and_tell)
+    made.model.before_step = lambda token_ids: both_are_there.wait(60)
+    requests = [request_of(request_id=name, max_tokens=max_tokens) for name, max_tokens in NEXT_TO_EACH_OTHER]
+    await made.together(requests)
+    # the very first step began before the second sequence came
+    assert eager_of_new_shapes(made) == EAGER_STEPS
+    assert made.value("decode_captures_total", when="load") == 1
+    alone = request_of(max_tokens=5, temperature=1.0, seed=3)
+    await made.tokens(alone)
+    assert eager_of_new_shapes(made) == EAGER_STEPS + 1, "nobody waited"
+    assert made.value("decode_captures_total", when="load") == 2
+
+
+NEXT_TO_EACH_OTHER = (("runs", 12), ("waits", 6))
 CASES = [
     {"temperature": 1.0, "seed": 4, "top_p": 0.8, "frequency_penalty": 0.5, "logprobs": 2, "max_tokens": 5},
     {"method": "rocketkv", "tokens": 16, "prompt": [9] * 50, "max_tokens": 4},
@@ -272,8 +380,10 @@ async def test_running_ahead_changes_no_token(runs_ahead, harness, request_of, s
     expected = [oracle_ids(small_model(), request) for request in requests]
     assert [[t.token_id for t in ids] for ids in tokens] == expected
     assert all(len(t.top_logprobs) == 2 for t in tokens[0])
-    assert made.value("decode_steps_total", path="graph") > 0
-    assert made.value("decode_steps_total", path="eager") == 0
+    graph, new_shape = made.value("decode_steps_total", path="graph"), eager_of_new_shapes(made)
+    assert graph > 0
+    assert made.value("decode_steps_total") == graph + new_shape
+    assert 0 < made.value("decode_captures_total", when="load") == made.value("decode_captures_total")
     assert await made.arena_is_free(within_s=30)
 
 
@@ -323,8 +433,9 @@ async def test_a_sequence_without_a_kernel_runs_beside_the_others_not_in_their_s
     assert await made.one_joins(*requests) == expected
     assert set(sizes) == {1}, "no step had both"
     assert made.value("decode_steps_total", path="eager", reason="evict") == 3
-    assert made.value("decode_steps_total", path="eager") == 3
-    assert made.value("decode_steps_total", path="graph") >= 13
+    assert made.value("decode_steps_total", path="eager") == 3 + eager_of_new_shapes(made)
+    assert made.value("decode_steps_total", path="graph") + eager_of_new_shapes(made) >= 13
+    assert made.value("decode_steps_total", path="graph") > 0
     assert await made.arena_is_free(within_s=30)
 
 

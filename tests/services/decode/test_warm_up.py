@@ -14,10 +14,13 @@ from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.kernels.native import library as native
 from kvferry.services.decode import engine
+from kvferry.services.decode import warm_up as decode_warm_up
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.step import MAX_SHAPES, MAX_WAYS
+from kvferry.services.decode.step import MAX_STEPS, StepRunner
 from kvferry.services.decode.warm_up import SAMPLING, batch_sizes
 from kvferry.shared import warm_up
+from kvferry.shared.cache.arena import sequence_layout
+from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator
 
@@ -68,7 +71,7 @@ async def test_requests_need_no_capture_that_the_warm_up_has_not_made(
     assert made.value("decode_warm_up_ratio") == 1
     assert await made.arena_is_free(within_s=5)
     # dense, sparse and packed; greedy, drawn, drawn from two kinds of parts; one and two slots
-    assert device.num_captures == 3 * 4 * 2
+    assert device.num_captures == made.value("decode_captures_total", when="warm_up") == 3 * 4 * 2
     assert 128 in selections
     drawn = {"temperature": 1.0, "seed": 3}
     for changes in (
@@ -87,10 +90,69 @@ async def test_requests_need_no_capture_that_the_warm_up_has_not_made(
 
 
 def test_what_the_largest_warm_up_captures_is_cached():
-    """Rows, sparse, packed and quantised, at the default number of sequences."""
+    """Rows, sparse, packed and quantised, at the default number of sequences; as much is left for load."""
     sizes = batch_sizes(DecodeConfig.model_fields["max_batch_size"].default)
-    assert 4 * len(sizes) < MAX_SHAPES
-    assert len(SAMPLING) < MAX_WAYS
+    assert 4 * len(sizes) * len(SAMPLING) < MAX_STEPS / 2
+
+
+@pytest.mark.timeout(900)
+async def test_the_first_kind_takes_every_step_even_without_a_kernel(
+    device, monkeypatch, harness, small_model
+):
+    """As in models with latent rows, whose other kernels are warmed up all the same."""
+    monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("h2o", "adakv"))
+    model, sizes = small_model(), []
+    model.before_step = lambda token_ids: sizes.append(len(token_ids))
+    await until_ready(await harness(model=model, warm_up=True, max_batch_size=2))
+    assert sizes == [*[1, 2] * len(SAMPLING), 1]
+    assert device.num_captures == 0
+
+
+@torch.inference_mode()
+def test_prompts_of_some_methods_have_every_kind_of_cache(interpreter, small_model):
+    def kinds(**options):
+        found = {}
+        for prompt in warm_up.warm_prompts(small_model(), 67, lambda done, what: None, **options):
+            layout = sequence_layout(make_formats(small_model().spec, prompt.resolved))
+            buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+            layers = zip(layout.layers, prompt.tensors, strict=True)
+            caches = [layer.place(buffer, tensors) for layer, tensors in layers]
+            found[prompt.method] = tuple(map(decode_warm_up._kind, caches))
+        return found
+
+    every, some = kinds(), kinds(every_method=False)
+    assert set(some.values()) == set(every.values())
+    assert len(some) < 0.6 * len(every)
+
+
+@pytest.mark.timeout(900)
+async def test_kinds_without_a_kernel_take_one_step_and_the_log_says_where_the_time_went(
+    device, monkeypatch, harness
+):
+    monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("full", "h2o", "snapkv", "quest"))
+    launch, launched = StepRunner.launch, []
+
+    def watched(runner, **options):
+        step = launch(runner, **options)
+        launched.append((step.path.name, step.path.reason, step.host_drawn.shape[1]))
+        return step
+
+    monkeypatch.setattr(StepRunner, "launch", watched)
+    with structlog.testing.capture_logs() as logs:
+        made = await harness(warm_up=True, max_batch_size=2)
+        await until_ready(made)
+    assert [its for its in launched if its[0] == "eager"] == [("eager", "evict", 1)]
+    # quest's first layers are dense, and this model has no others
+    assert sorted(its for its in launched if its[0] == "graph") == sorted(
+        [("graph", "", 1), ("graph", "", 2)] * 4
+    )
+    (entry,) = [entry for entry in logs if entry["event"] == "warmed up"]
+    assert (entry["prompts"], entry["kinds"], entry["captures"]) == (2, 2, 8)
+    assert {"prompt_s", "compression_s", "steps_s", "captures_s"} <= entry.keys()
+    assert all(entry[f"{phase}_s"] >= 0 for phase in ("prompt", "compression", "steps", "captures"))
+    assert made.value("decode_captures_total", when="warm_up") == 8
+    assert made.value("decode_captures_total", when="load") == 0
+    assert await made.arena_is_free(within_s=5)
 
 
 @pytest.mark.timeout(900)
