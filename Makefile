@@ -11,6 +11,8 @@
 # make peers   an environment with vLLM's CPU build, and the test of `kvferry bench` beside it
 # make bench-peers  measure beside it; ARGS go to benchmarks/peers.py
 # make hashed  set up .venv with the digests of everything but torch checked; make hashes writes the digests anew
+# make first-light   check and measure everything on this machine's NVIDIA GPU; ARGS name stages. first-light-bundle: what
+#              a machine without a network needs for it, in .whl and .triton.tgz (docs/benchmarks.md)
 # make audit   ask whether the installed packages have known weaknesses
 # PYTHON=python3.12 picks the interpreter; ARGS="--listen 127.0.0.1:9000" goes to `kvferry serve`.
 
@@ -31,12 +33,18 @@ BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers
 KVPRESS := $(VENV)-kvpress
+# The versions of the machine whose kernels are compiled ahead, and an environment with them.
+FIRST_LIGHT := $(VENV)-first-light
+FIRST_LIGHT_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
+FIRST_LIGHT_PACKAGES := torch==2.11.0 triton==3.6.0 transformers==5.17.0
+FIRST_LIGHT_SHAPES := demo,Llama-3.1-8B,Llama-3.2-1B
+FIRST_LIGHT_BYTES := 52000000
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress lint types contracts audit peers bench-peers hashed hashes release clean
+.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress lint types contracts audit peers bench-peers first-light first-light-bundle hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -150,6 +158,28 @@ $(PEERS)/.installed:
 	done
 	@touch $@
 
+# Where kvferry need not be installed.
+first-light:
+	@exec $(PYTHON) benchmarks/first_light $(ARGS)
+
+# Triton looks kernels up by their sources, its own version and Python's, so they are compiled by what runs there.
+first-light-bundle: $(FIRST_LIGHT)/.installed
+	rm -rf .whl .triton.tgz $(FIRST_LIGHT)/triton
+	$(FIRST_LIGHT)/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --only-binary=:all: \
+		--implementation cp --python-version 3.12 $(foreach glibc,2_34 2_31 2_28 2_26 2_17,--platform manylinux_$(glibc)_x86_64) \
+		--platform manylinux2014_x86_64 --dest .whl -r benchmarks/first_light/wheels.txt
+	PYTHONPATH=src $(FIRST_LIGHT)/bin/python -c 'from kvferry.services.launcher.cli import main; main()' compile \
+		--shapes $(FIRST_LIGHT_SHAPES) --architectures sm_90 --folder $(FIRST_LIGHT)/triton
+	tar -C $(FIRST_LIGHT)/triton -czf .triton.tgz .
+	@du -bs .whl .triton.tgz | awk '{ print $$2 ": " $$1 / 1e6 " MB"; all += $$1 } \
+		END { if (all > $(FIRST_LIGHT_BYTES)) { print "together more than $(FIRST_LIGHT_BYTES) bytes"; exit 1 } }'
+
+$(FIRST_LIGHT)/.installed: benchmarks/first_light/wheels.txt
+	$(FIRST_LIGHT_PYTHON) -m venv $(FIRST_LIGHT)
+	$(PYTHON) docker/requirements.py gpu | $(FIRST_LIGHT)/bin/python -m pip --disable-pip-version-check --no-input install \
+		--quiet --no-compile -c benchmarks/first_light/wheels.txt $(FIRST_LIGHT_PACKAGES) -r /dev/stdin
+	@touch $@
+
 # pip checks digests only where every package of a command has one, so torch comes after the others.
 hashed: $(VENV)/.created
 	$(PIP) install --quiet --no-deps --require-hashes -r constraints-hashes.txt
@@ -168,7 +198,7 @@ release: $(INSTALLED_DEV)
 	$(BIN)/python tools/release.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(PEERS) $(KVPRESS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-lm-eval $(VENV)-schemathesis $(ATHERIS) $(VENV)-uv $(POLICIES) $(PEERS) $(KVPRESS) $(FIRST_LIGHT) .whl .triton.tgz first-light build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

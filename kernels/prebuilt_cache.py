@@ -2,7 +2,7 @@
 
     TRITON_CACHE_MANAGER=kvferry.kernels.prebuilt_cache:PrebuiltCache
 
-`kvferry compile --folder` fills the folder, which is KVFERRY_PREBUILT or share/kvferry/triton of the
+`kvferry compile --folder` fills the folder, which is TRITON_PREBUILT_DIR or share/kvferry/triton of the
 environment. A key that is there is read there, so the folder may be read-only; any other is stored in
 TRITON_CACHE_DIR. Imports Triton.
 """
@@ -16,7 +16,9 @@ from pathlib import Path
 
 from triton.runtime.cache import FileCacheManager
 
-PREBUILT_FOLDER = Path(os.environ.get("KVFERRY_PREBUILT") or Path(sys.prefix, "share", "kvferry", "triton"))
+PREBUILT_FOLDER = Path(
+    os.environ.get("TRITON_PREBUILT_DIR") or Path(sys.prefix, "share", "kvferry", "triton")
+)
 
 
 class PrebuiltCache(FileCacheManager):  # type: ignore[misc]

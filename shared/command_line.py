@@ -14,7 +14,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import metadata
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from cyclopts import UNSET, App, CycloptsError, Parameter, Token
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from kvferry.shared.config import ENV_PREFIX, Settings
 from kvferry.shared.errors import ConfigurationError, KvferryError
+from kvferry.shared.version import VERSION
 
 S = TypeVar("S", bound=Settings)
 
@@ -46,7 +46,7 @@ def make_app(name: str, description: str, known: Collection[type[Settings]]) -> 
         help=description,
         help_format="plaintext",
         help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
-        version=lambda: f"{name} {version()}",
+        version=lambda: f"{name} {VERSION}",
         config=check,
         group_parameters="Options",
         result_action="return_value",
@@ -126,11 +126,6 @@ def option_name(field: str) -> str:
 
 def variable_name(field: str) -> str:
     return f"{ENV_PREFIX}{field.upper()}"
-
-
-def version() -> str:
-    """The installed distribution's version."""
-    return metadata.version("kvferry")
 
 
 def exit_with_usage(message: str, command: str) -> NoReturn:

@@ -2,12 +2,14 @@
 
     python benchmarks/gpu                   all of it on a GPU, in at most 8 minutes
     python benchmarks/gpu --parts kernels   check every kernel on fresh random inputs, then time it
+    python benchmarks/gpu --parts decode --models Llama-3.1-8B --cells 1x32768 --methods full rocketkv
     python benchmarks/gpu --check           all of it at tiny shapes, kernels in Triton's interpreter; no GPU
     python benchmarks/gpu --compile         compile every kernel for sm_80 and sm_90, or others; no GPU
     python benchmarks/gpu --roofline        modelled times of whole decode steps; no GPU
 
 Downloads nothing; weights and inputs are random. Prints tables; --output writes JSON, --markdown the tables,
---plots PNG files. A kernel that differs from its reference, or a case that fails, ends the run with status 1.
+--plots PNG files. A kernel that differs from its reference or is quarantined, steps that are not captured and
+should be, tokens that part, or a case that fails end the run with status 1.
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from record import Record
 
 LIMIT_S = 480.0
-PARTS = ("kernels", "tokens", "end_to_end")
+PARTS = ("kernels", "tokens", "decode", "prefill")
+OTHER_PARTS = ("op_checks", "peers")
+"""Those that are run where they are named: the self-test's cases, and transformers' own steps."""
 
 
 def main() -> int:
@@ -33,18 +40,20 @@ def main() -> int:
     else:
         os.environ.pop("TRITON_INTERPRET", None)
     _find_package()
-    seed = time.time_ns() % 2**31 if arguments.seed is None else arguments.seed
-    result: dict[str, Any] = {"seed": seed, "failures": []}
+    from record import Record
+
+    record = Record(arguments.output)
+    record.fields["seed"] = time.time_ns() % 2**31 if arguments.seed is None else arguments.seed
     if arguments.roofline:
         from roofline import roofline
 
-        result |= {"mode": "roofline", **roofline()}
+        record.fields |= {"mode": "roofline", **roofline()}
     elif arguments.compile:
-        _compile(result, arguments)
+        _compile(record.fields, arguments)
     else:
-        _run(result, arguments)
-    _write(result, arguments)
-    return 1 if result["failures"] else 0
+        _run(record, arguments)
+    _write(record, arguments)
+    return 1 if record.fields["failures"] else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -53,10 +62,16 @@ def _arguments() -> argparse.Namespace:
     mode.add_argument("--check", action="store_true", help="tiny shapes, kernels in the interpreter")
     mode.add_argument("--compile", action="store_true", help="compile only")
     mode.add_argument("--roofline", action="store_true", help="modelled times of decode steps")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="what to run")
+    parser.add_argument(
+        "--parts", nargs="*", choices=(*PARTS, *OTHER_PARTS), default=PARTS, help="what to run"
+    )
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds in which the run ends")
     parser.add_argument("--only", default="", help="with --compile: kernels whose name holds this")
-    parser.add_argument("--models", nargs="*", default=(), help="with --compile: shapes of these names")
+    parser.add_argument("--models", nargs="*", default=(), help="shapes of these names")
+    parser.add_argument("--methods", nargs="*", default=(), help="of tokens, decode and prefill")
+    parser.add_argument(
+        "--cells", nargs="*", default=(), type=_cell, help="of decode: BATCHxCONTEXT, such as 8x32768"
+    )
     parser.add_argument(
         "--architectures", nargs="*", default=("sm_80", "sm_90"), help="with --compile: those to compile for"
     )
@@ -65,6 +80,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     parser.add_argument("--plots", type=Path, help="folder for plots")
     return parser.parse_args()
+
+
+def _cell(text: str) -> tuple[int, int]:
+    batch, _, context = text.partition("x")
+    return int(batch), int(context)
 
 
 def _find_package() -> None:
@@ -104,42 +124,51 @@ def _compile(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     ]
 
 
-def _run(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _run(record: Record, arguments: argparse.Namespace) -> None:
     import torch
 
-    if not arguments.check and not torch.cuda.is_available():
-        result["failures"].append("there is no CUDA device; --check and --compile need none")
+    if arguments.check:
+        from interpreter import interpreter_problem
+
+        problem = interpreter_problem()
+    else:
+        has_device = torch.cuda.is_available()
+        problem = None if has_device else "there is no CUDA device; --check and --compile need none"
+    if problem is not None:
+        record.fail(problem)
         return
-    from runs import Run
+    from runs import Options, Run
     from time_limit import TimeLimit
     from timing import CudaClock, HostClock
 
     from kvferry.kernels import dispatch
+    from kvferry.kernels.quarantine import on_quarantine
 
     clock = HostClock() if arguments.check else CudaClock()
-    result["mode"] = "interpreter" if arguments.check else "gpu"
+    record.fields["mode"] = "interpreter" if arguments.check else "gpu"
     if clock.device.type == "cuda":
-        result["device"] = torch.cuda.get_device_properties(0).name
+        record.fields["device"] = torch.cuda.get_device_properties(0).name
     dispatch.configure("triton" if arguments.check else "auto", clock.device)
-    limit = TimeLimit(arguments.limit_s, lambda: _write(result, arguments))
-    run = Run(result, clock, limit, result["seed"], tiny=arguments.check)
-    parts = {"kernels": run.kernels, "tokens": run.tokens, "end_to_end": run.end_to_end}
-    for name in arguments.parts:
-        try:
-            parts[name]()
-        except Exception as error:  # a fault of the device stays: what is measured by then is still written
-            result["failures"].append(f"{name}: {type(error).__name__}: {error}")
+    limit = TimeLimit(arguments.limit_s, lambda: _write(record, arguments))
+    options = Options(
+        seed=record.fields["seed"], is_tiny=arguments.check, models=tuple(arguments.models),
+        methods=tuple(arguments.methods), cells=tuple(arguments.cells),
+    )  # fmt: skip
+    run = Run(record, clock, limit, options)
+    on_quarantine(run.quarantined)
+    run.run(arguments.parts)
     limit.done()
     if clock.device.type == "cuda":
         from roofline import add_modelled
 
-        add_modelled(result)
+        add_modelled(record.fields)
 
 
-def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _write(record: Record, arguments: argparse.Namespace) -> None:
     """Everything there is, in every form that was asked for."""
-    from report import COLUMNS, as_json, markdown, write_table
+    from report import COLUMNS, markdown, write_table
 
+    result = record.fields
     if result.get("mode") == "roofline":
         sys.stdout.write(f"{result['model']}: modelled, not measured\n")
     if result.get("mode") != "compile":
@@ -147,8 +176,7 @@ def _write(result: dict[str, Any], arguments: argparse.Namespace) -> None:
             if result.get(name):
                 sys.stdout.write(f"\n{name}\n")
                 write_table(result[name], columns)
-    if arguments.output:
-        arguments.output.write_text(as_json(result))
+    record.save()
     if arguments.markdown:
         arguments.markdown.write_text(markdown(result))
     if arguments.plots:

@@ -23,10 +23,11 @@ LATENCY_S = 600e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What the model knows of a GPU beside its bandwidth. Attributes: arch: whose compiled code counts;
-    registers, shared_bytes: of one multiprocessor."""
+    """What the model knows of a GPU beside its bandwidth. Attributes: device_name: the driver's; arch: whose
+    compiled code counts; registers, shared_bytes: of one multiprocessor."""
 
     name: str
+    device_name: str
     num_sms: int
     arch: str
     shared_bytes: int
@@ -34,22 +35,34 @@ class Chip:
     threads: int = 2048
 
     @property
-    def short_name(self) -> str:
-        """As a part of the driver's name of the device."""
-        return "4090" if self.name == "RTX-4090" else self.name.partition("-")[0]
-
-    @property
     def bandwidth(self) -> float:
         return GPUS[self.name].bandwidth
 
 
 CHIPS = (
-    Chip(name="H100-SXM", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
-    Chip(name="H200", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
-    Chip(name="A100-80GB", num_sms=108, arch="sm_80", shared_bytes=164 << 10),
-    Chip(name="L4", num_sms=58, arch="sm_89", shared_bytes=100 << 10, threads=1536),
-    Chip(name="RTX-4090", num_sms=128, arch="sm_89", shared_bytes=100 << 10, threads=1536),
-)
+    Chip(
+        name="H100-SXM", device_name="NVIDIA H100 80GB HBM3", num_sms=132, arch="sm_90",
+        shared_bytes=228 << 10,
+    ),
+    Chip(name="H200", device_name="NVIDIA H200", num_sms=132, arch="sm_90", shared_bytes=228 << 10),
+    Chip(
+        name="A100-80GB", device_name="NVIDIA A100-SXM4-80GB", num_sms=108, arch="sm_80",
+        shared_bytes=164 << 10,
+    ),
+    Chip(
+        name="L4", device_name="NVIDIA L4", num_sms=58, arch="sm_89", shared_bytes=100 << 10, threads=1536
+    ),
+    Chip(
+        name="RTX-4090", device_name="NVIDIA GeForce RTX 4090", num_sms=128, arch="sm_89",
+        shared_bytes=100 << 10, threads=1536,
+    ),
+)  # fmt: skip
+
+
+def chip_of(device_name: str) -> Chip | None:
+    """Return the GPU that the driver calls so, None if it is not modelled. GPUs whose names differ in a word
+    have other memories."""
+    return next((its for its in CHIPS if its.device_name == device_name), None)
 
 
 def occupancy(chip: Chip, row: dict[str, Any]) -> int:

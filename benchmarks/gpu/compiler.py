@@ -197,6 +197,13 @@ def specialised(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], Any], 
     return signature, constants, attributes
 
 
+def folded(launch: Launch) -> list[str]:
+    """Return the arguments that are constants of the code because they are 1 in this launch."""
+    signature, _, _ = specialised(launch)
+    parameters = launch.kernel.params
+    return [its.name for its in parameters if signature[its.name] == "constexpr" and not its.is_constexpr]
+
+
 def _tool(name: str, *arguments: str) -> str:
     return subprocess.run(
         [str(TOOLS / name), *arguments], capture_output=True, text=True, check=True, timeout=60

@@ -17,11 +17,12 @@ from timing import Clock
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.services.decode.step import LaunchedStep, StepInput, StepRunner
 from kvferry.shared.cache.arena import LayerLayout, SequenceLayout, sequence_layout
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
+from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
@@ -32,8 +33,11 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 
 WARM_UP_STEPS = 3
+PROFILED_STEPS = 3
 STEP_TIMEOUT_S = 120.0
 SDPA = "full (torch SDPA)"
+EAGER = ("rdkv-hsa", "rocketkv-kivi", "h2o", "d2o")
+"""Methods whose attention has no kernel for a batch: their steps cannot be captured, and all others' are."""
 LARGEST = 0
 """In place of a batch size: the largest that fits."""
 MEMORY_SHARE = 0.94
@@ -64,20 +68,19 @@ class DecodeCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is measured. Attributes: contexts: each with its batch sizes, the most wanted first; max_steps:
-    timed steps; most: the largest batch tried."""
+    """What is measured. Attributes: cells: batch sizes and contexts, the most wanted first; max_steps: timed
+    steps; most: the largest batch tried."""
 
     methods: tuple[Method, ...]
-    contexts: dict[int, tuple[int, ...]]
+    cells: tuple[tuple[int, int], ...]
     max_steps: int
     most: int
 
     def cases(self) -> list[DecodeCase]:
-        """Batch by batch and context by context, all methods of one beside one another."""
+        """Cell by cell, all methods of one beside one another."""
         return [
             DecodeCase(method=method, context=context, batch_size=batch_size)
-            for context, batch_sizes in self.contexts.items()
-            for batch_size in batch_sizes
+            for batch_size, context in self.cells
             for method in self.methods
         ]
 
@@ -90,6 +93,7 @@ def methods_of(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:
         Method(name=SDPA, preset="full"),
         Method(name="rocketkv", preset="rocketkv", rows=rows),
         Method(name="rdkv", preset="rdkv", rows=rows, overrides=packed),
+        Method(name="snapkv-kivi", preset="snapkv-kivi", rows=rows),
         Method(name="rdkv-hsa", preset="rdkv-hsa", rows=rows, overrides=packed[1:]),
         Method(name="d2o", preset="d2o", rows=rows),
     )
@@ -99,18 +103,17 @@ def methods_of(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:
 # H200 holds of an 8B model and its full KV.
 GPU_GRID = Grid(
     methods=methods_of(512),
-    contexts={
-        131072: (1, 7, LARGEST),
-        32768: (1, 8, LARGEST),
-        8192: (1, 8, LARGEST),
-        262144: (1, 8, LARGEST),
-    },
+    cells=tuple(
+        (batch, context)
+        for context in (131072, 32768, 8192, 262144)
+        for batch in (1, 7 if context == 131072 else 8, LARGEST)
+    ),
     max_steps=24,
     most=64,
 )
-GPU_GRID_BESIDE = replace(GPU_GRID, contexts={131072: (1, 7), 32768: (1, 8)})
-TINY_GRID = Grid(methods=methods_of(16, widths_window=4), contexts={40: (LARGEST,)}, max_steps=1, most=2)
-TINY_GRID_BESIDE = replace(TINY_GRID, contexts={40: (1,)})
+GPU_GRID_BESIDE = replace(GPU_GRID, cells=((1, 131072), (7, 131072), (1, 32768), (8, 32768)))
+TINY_GRID = Grid(methods=methods_of(16, widths_window=4), cells=((LARGEST, 40),), max_steps=1, most=2)
+TINY_GRID_BESIDE = replace(TINY_GRID, cells=((1, 40),))
 """Those that other models than the first are measured on."""
 
 
@@ -123,10 +126,12 @@ class DecodeBench:
         self._grid = grid
         self._generator = torch.Generator(clock.device).manual_seed(seed)
         self._packed: dict[tuple[str, int], Tensors] = {}
+        self._steps: Callable[[], None] | None = None
 
     @torch.inference_mode()
     def measure(self, case: DecodeCase, left_s: float) -> dict[str, Any]:
         """One row. Args: left_s: what it may take."""
+        self._steps = None  # with the memory of the case before
         resolved = self._resolve(case)
         layout = sequence_layout(make_formats(self._model.spec, resolved))
         batch_size = self._batch_size(case, layout)
@@ -144,12 +149,12 @@ class DecodeBench:
         self._clock.forget_peak()
         began_s = time.perf_counter()
         if case.method.name == SDPA:
-            step, path = self._sdpa_step(case, batch_size), "graph"
+            self._steps, path = self._sdpa_step(case, batch_size), "graph"
         else:
-            runner = self._placed(case, resolved, layout, batch_size)
-            path = runner.launch().path.name
-            step = self._runner_step(runner)
-        ms, num_steps = self._time(step, left_s - (time.perf_counter() - began_s))
+            self._steps = _Steps(self._placed(case, resolved, layout, batch_size))
+            path = self._steps.last.path.name
+        ms, num_steps = self._time(self._steps, left_s - (time.perf_counter() - began_s))
+        self._check_active()
         return {
             **row,
             "path": path,
@@ -159,11 +164,25 @@ class DecodeBench:
             "peak_bytes": self._clock.peak_bytes(),
         }
 
+    @torch.inference_mode()
+    def profile(self) -> list[dict[str, Any]]:
+        """What the device runs in a step of the case that was measured last."""
+        assert self._steps is not None, "nothing has been measured"
+        rows = self._clock.profile(self._steps, PROFILED_STEPS)
+        self._check_active()
+        return rows
+
+    def _check_active(self) -> None:
+        """Raises: RuntimeError: a sequence has ended, and the last steps were of fewer."""
+        if isinstance(self._steps, _Steps):
+            self._steps.check_active()
+
     def _resolve(self, case: DecodeCase) -> ResolvedPlan:
         return resolve_plan(
             case.method.plan(),
             num_prompt_tokens=case.context,
-            max_new_tokens=WARM_UP_STEPS + self._grid.max_steps + 2,
+            # the first token is not a step's, the first step is not timed, and the last one ends no sequence
+            max_new_tokens=WARM_UP_STEPS + self._grid.max_steps + PROFILED_STEPS + 3,
             num_layers=self._model.spec.num_layers,
             head_dim=self._model.spec.head_dim,
         )
@@ -191,7 +210,7 @@ class DecodeBench:
         ]
         params = SamplingParams(max_tokens=resolved.max_new_tokens, temperature=0.0)
         vocab_size = self._model.spec.vocab_size
-        runner = StepRunner(self._model, self._clock.step_device(), max_batch_size=batch_size, warn=_refuse)
+        runner = StepRunner(self._model, self._clock.step_device(), max_batch_size=batch_size, warn=refuse)
         for i, layers in enumerate(caches):
             runner.join(
                 StepInput(
@@ -209,7 +228,7 @@ class DecodeBench:
     def _filled(self, layer: LayerLayout, resolved: ResolvedPlan, buffer: Tensor) -> LayerCache:
         """A layer as the receiver would leave it."""
         fmt = layer.format
-        if isinstance(fmt, Rdkv):
+        if isinstance(fmt, Rdkv | Kivi):
             return layer.place(buffer, self._packed_prompt(resolved, fmt))
         regions, tensors = layer.views(buffer), {}
         for name in ("keys", "values"):
@@ -219,7 +238,7 @@ class DecodeBench:
             tensors["state"] = torch.rand(size, generator=self._generator, device=buffer.device)
         return fmt.open(regions, tensors)
 
-    def _packed_prompt(self, resolved: ResolvedPlan, fmt: Rdkv) -> Tensors:
+    def _packed_prompt(self, resolved: ResolvedPlan, fmt: Rdkv | Kivi) -> Tensors:
         """One layer, packed by the method from random K and V."""
         key = (resolved.method, resolved.num_prompt_tokens)
         if key not in self._packed:
@@ -244,16 +263,6 @@ class DecodeBench:
             scaling=spec.head_dim**-0.5,
             unrotate=lambda keys: keys.float(),
         )
-
-    def _runner_step(self, runner: StepRunner) -> Callable[[], None]:
-        def step() -> None:
-            flight = runner.launch()
-            if not runner.runs_ahead:
-                flight.wait(STEP_TIMEOUT_S)
-            for error in flight.errors.values():
-                raise error
-
-        return step
 
     def _sdpa_step(self, case: DecodeCase, batch_size: int) -> Callable[[], None]:
         """The same model with torch's attention over full K and V, captured like ours."""
@@ -296,6 +305,29 @@ class DecodeBench:
         return 1e3 * self._clock.elapsed_s(steps) / num_steps, num_steps
 
 
+class _Steps:
+    """Steps over a runner's batch, each after the one before. Attributes: last: the last one launched."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.last: LaunchedStep = runner.launch()
+
+    def __call__(self) -> None:
+        self.last = self._runner.launch()
+        if not self._runner.runs_ahead:
+            self.last.wait(STEP_TIMEOUT_S)
+        for error in self.last.errors.values():
+            raise error
+
+    def check_active(self) -> None:
+        self.last.wait(STEP_TIMEOUT_S)
+        num_active = sum(active for _, _, active in self.last.drawn().values())
+        if num_active != self._runner.num_sequences:
+            raise RuntimeError(
+                f"{num_active} of {self._runner.num_sequences} sequences took part in the last step"
+            )
+
+
 class _SdpaAttention:
     """Full K and V `[B, H_kv, n, D]` of every layer, the last row the step's own, by torch's attention."""
 
@@ -316,8 +348,15 @@ class _SdpaAttention:
         return scaled_dot_product_attention(queries, all_keys, all_values, scale=scaling)
 
 
-def _refuse(reason: str) -> None:
+def refuse(reason: str) -> None:
     raise RuntimeError(f"a step that should be captured cannot be: {reason}")
+
+
+def path_problems(row: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the path that a row's steps took."""
+    if row["path"] == "eager" and row["method"] not in EAGER:
+        return ["steps ran eagerly, and should be captured"]
+    return []
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> None:

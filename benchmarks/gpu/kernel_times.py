@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chips import CHIPS, LAUNCH_S, REACHABLE, Chip, asked_share, compiled_row
+from chips import CHIPS, LAUNCH_S, REACHABLE, Chip, asked_share, chip_of, compiled_row
 from decode_cases import Method
 from hsa_cases import HsaSize
 from kernel_counts import KernelCounts, hsa_size
@@ -132,7 +132,7 @@ def add_modelled(
 
     Args: rows: of one attention shape; counts: as stored; device_name: the driver's.
     """
-    chip = next((its for its in CHIPS if its.short_name in device_name), None)
+    chip = chip_of(device_name)
     for row in rows:
         if "kernel" not in row:
             continue

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from decode_cases import Method
+from decode_cases import Method, methods_of
 from timing import Clock
 from torch import Tensor
 
@@ -23,6 +23,15 @@ from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.tools.oracle import compress_waiting
+
+
+def prefill_methods(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:
+    """The methods of the table, each with a budget of this many tokens."""
+    known = {its.name: its for its in methods_of(rows, widths_window=widths_window)}
+    return tuple(
+        known.get(name) or Method(name=name, preset=name, rows=rows)
+        for name in ("rocketkv", "snapkv", "compactor", "rdkv", "d2o")
+    )
 
 
 class _Observer:
@@ -90,6 +99,7 @@ class PrefillBench:
         self._clock = clock
         self._ids = ids.to(clock.device)
         self._base_s: float | None = None
+        self._resolved: ResolvedPlan | None = None
 
     @torch.inference_mode()
     def measure(self, method: Method) -> dict[str, Any]:
@@ -99,7 +109,7 @@ class PrefillBench:
                 self._pass(None, None)  # compiles, allocates and chooses algorithms
             self._base_s, _ = self._pass(None, None)
         spec, copies = self._model.spec, self._clock.copies()
-        resolved = resolve_plan(
+        resolved = self._resolved = resolve_plan(
             method.plan(),
             num_prompt_tokens=len(self._ids),
             max_new_tokens=2,
@@ -127,6 +137,11 @@ class PrefillBench:
             "copies_alone_s": alone_s,
             "copies_hidden": 1 - (copied_s - compressed_s) / alone_s,
         }
+
+    @torch.inference_mode()
+    def profile(self) -> list[dict[str, Any]]:
+        """What the device runs in a pass with the method that was measured last."""
+        return self._clock.profile(lambda: self._pass(self._resolved, None), 1)
 
     def _pass(self, resolved: ResolvedPlan | None, copies: HostCopies | None) -> tuple[float, int]:
         observer = _Observer(self._model, resolved, copies)

@@ -12,7 +12,11 @@ COLUMNS = {
         "row", "kernel", "model", "shape", "error", "num_bytes", "time_us", "modelled_us",
         "bandwidth_fraction", "flops_fraction", "target", "target_us", "skipped",
     ),
-    "tokens": ("method", "prefill", "path", "same", "kept_elsewhere", "kept", "parted_at", "gap", "skipped"),
+    "op_checks": ("shape", "op", "case", "problem", "launch_s", "check_s", "skipped"),
+    "tokens": (
+        "method", "prefill", "path", "same", "same_eagerly", "kept_elsewhere", "kept", "parted_at", "gap",
+        "skipped",
+    ),
     "decode": (
         "model", "context", "batch", "method", "path", "ms_per_token", "modelled_ms", "tokens_per_s",
         "speedup", "cache_bytes", "peak_bytes", "skipped",
@@ -28,28 +32,37 @@ COLUMNS = {
         "model", "method", "tokens", "prefill_s", "with_method_s", "overhead_percent", "copied_bytes",
         "copies_alone_s", "copies_hidden", "skipped",
     ),
+    "peers": ("model", "way", "tokens", "ms_per_token", "first_tokens_s", "skipped"),
 }  # fmt: skip
 """Of each table."""
 
 
 def write_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Aligned columns on standard output."""
+    sys.stdout.writelines(f"{line}\n" for line in table_lines(rows, columns))
+
+
+def table_lines(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Iterator[str]:
+    """Aligned columns."""
     cells = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
-        sys.stdout.write("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() + "\n")
+        yield "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
 
 
 def as_json(result: dict[str, Any]) -> str:
     """A row of a table is a line."""
-    parts = []
-    for name, value in result.items():
-        if isinstance(value, list) and value:
-            value = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
-        else:
-            value = json.dumps(value)
-        parts.append(f" {json.dumps(name)}: {value}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return _as_json(result, "") + "\n"
+
+
+def _as_json(value: Any, indent: str) -> str:
+    inner = f"{indent} "
+    if isinstance(value, dict) and any(isinstance(its, list | dict) for its in value.values()):
+        parts = [f"{inner}{json.dumps(name)}: {_as_json(its, inner)}" for name, its in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"{inner}{json.dumps(row)}" for row in value) + f"\n{indent}]"
+    return json.dumps(value)
 
 
 def markdown(result: dict[str, Any]) -> str:

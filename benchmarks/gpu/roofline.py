@@ -27,6 +27,7 @@ from chips import (
     RESULTS,
     Chip,
     asked_share,
+    chip_of,
     compiled_row,
     occupancy,
 )
@@ -280,11 +281,13 @@ def add_modelled(result: dict[str, Any]) -> None:
     """Put the stored model's times beside measured kernels, and beside measured steps of the same size."""
     stored, device_name = json.loads(STORED.read_text()), result["device"]
     add_modelled_kernels(result.get("kernels", []), stored["counts"], device_name, SHAPES[0])
-    chip = next((its.name for its in CHIPS if its.short_name in device_name), None)
+    chip = chip_of(device_name)
     modelled = {
         (its["gpu"], its["method"], its["batch"], its["context"]): its["modelled_ms"]
         for its in stored["steps"]
     }
     for row in result.get("decode", []):
         if row.get("model") == stored["model"]:
-            row["modelled_ms"] = modelled.get((chip, row["method"], row["batch"], row["context"]))
+            row["modelled_ms"] = modelled.get(
+                (chip and chip.name, row["method"], row["batch"], row["context"])
+            )

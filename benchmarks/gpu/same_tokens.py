@@ -1,9 +1,9 @@
-"""The demo model's greedy tokens on the device against the CPU's torch path, in float32.
+"""The demo model's greedy tokens on the device against the CPU's torch path, in the checkpoint's own dtype.
 
 The CPU runs and compresses the prompt and decodes by the one-process oracle; the device decodes by the decode
 service's steps, once from the CPU's rows and once from a prompt that it ran and compressed itself, so that a
 fault of its steps and one of its prefill are told apart. Where tokens part, the CPU's own logits say whether
-the two were as good as equal.
+the two were as good as equal. Captured steps draw the same tokens as eager ones, always.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from decode_cases import STEP_TIMEOUT_S
+from decode_cases import STEP_TIMEOUT_S, path_problems, refuse
 from timing import Clock
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.loading import checkpoint_dtype, load_model
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle import Continuation, OneProcessGenerator
@@ -31,10 +31,12 @@ PROMPT_TOKENS = 200
 BUDGET_TOKENS = 64
 Prefill = Literal["cpu", "device"]
 PREFILLS: tuple[Prefill, ...] = ("cpu", "device")
-TIE = 1e-4
+TIES = {"float32": 1e-4, "float16": 2e-3}
 """Of the largest logit: how near two logits are that rounding may order either way."""
-METHODS = ("full", "rocketkv", "rdkv", "rdkv-hsa", "h2o", "d2o", "snapkv")
-TINY_METHODS = ("full", "rocketkv", "rdkv")
+METHODS = (
+    "full", "snapkv", "rocketkv", "rdkv", "compactor", "snapkv-kivi", "compactor-kivi", "rocketkv-kivi",
+    "rdkv-hsa", "h2o", "d2o",
+)  # fmt: skip
 OVERRIDES = {"rdkv": {"rebudget_tokens": 0}}
 
 
@@ -44,9 +46,11 @@ class TokenComparison:
     def __init__(self, clock: Clock, num_tokens: int) -> None:
         self._clock = clock
         self._num_tokens = num_tokens
-        self._cpu = load_model("demo", device="cpu", dtype="float32")
-        self._model = load_model("demo", device=clock.device.type, dtype="float32")
+        self._dtype = checkpoint_dtype("demo")
+        self._cpu = load_model("demo", device="cpu", dtype=self._dtype)
+        self._model = load_model("demo", device=clock.device.type, dtype=self._dtype)
         self._prompt = [(i * i + 3 * i) % 90 + 4 for i in range(PROMPT_TOKENS)]
+        self._by_cpu: dict[str, tuple[Continuation, Tensor, list[int], list[Tensor]]] = {}
 
     @torch.inference_mode()
     def compare(self, method: str, prefill: Prefill) -> dict[str, Any]:
@@ -54,30 +58,41 @@ class TokenComparison:
 
         Args: prefill: whose rows the device decodes from.
         """
-        mode = dispatch.mode()
-        dispatch.configure("torch", torch.device("cpu"))
         plan = plan_for(method, budget=None if method == "full" else Budget(tokens=BUDGET_TOKENS),
                         overrides=OVERRIDES.get(method, {}))  # fmt: skip
-        try:
-            start, first_logits = self._compressed(self._cpu, plan)
-            expected, logits = self._by_oracle(start.fork(), first_logits)
-        finally:
-            dispatch.configure(mode, self._clock.device)
-        row: dict[str, Any] = {"method": method, "prefill": prefill}
+        start, first_logits, expected, logits = self._expected(method, plan)
+        row: dict[str, Any] = {"method": method, "prefill": prefill, "dtype": self._dtype}
         if prefill == "device":
             kept = start
             start, first_logits = self._compressed(self._model, plan)
             row["kept_elsewhere"], row["kept"] = _num_kept_elsewhere(kept, start)
-        drawn, path = self._by_steps(start, int(first_logits.argmax()))
+        first = int(first_logits.argmax())
+        drawn, path = self._by_steps(start, first)
         parted = next(
             (i for i, pair in enumerate(zip(drawn, expected, strict=True)) if pair[0] != pair[1]), None
         )
         row |= {"tokens": drawn, "cpu_tokens": expected, "path": path, "same": parted is None}
+        if path == "graph":
+            row["same_eagerly"] = self._by_steps(start, first, captures=False)[0] == drawn
         if parted is not None:
             here = logits[parted]
             gap = (here[expected[parted]] - here[drawn[parted]]) / here.abs().max()
             row |= {"parted_at": parted, "gap": float(gap)}
         return row
+
+    def _expected(
+        self, method: str, plan: CompressionPlan
+    ) -> tuple[Continuation, Tensor, list[int], list[Tensor]]:
+        """The CPU's prompt and the logits after it, its tokens and their logits; of one method at a time."""
+        if method not in self._by_cpu:
+            mode = dispatch.mode()
+            dispatch.configure("torch", torch.device("cpu"))
+            try:
+                start, first_logits = self._compressed(self._cpu, plan)
+                self._by_cpu = {method: (start, first_logits, *self._by_oracle(start.fork(), first_logits))}
+            finally:
+                dispatch.configure(mode, self._clock.device)
+        return self._by_cpu[method]
 
     def _compressed(self, model: TransformersModel, plan: CompressionPlan) -> tuple[Continuation, Tensor]:
         """The prompt as a model's own device runs and compresses it, and the logits after it."""
@@ -93,13 +108,14 @@ class TokenComparison:
             logits.append(continuation.step(int(logits[-1].argmax())))
         return [int(each.argmax()) for each in logits], logits
 
-    def _by_steps(self, start: Continuation, first: int) -> tuple[list[int], str]:
+    def _by_steps(self, start: Continuation, first: int, *, captures: bool = True) -> tuple[list[int], str]:
         model, resolved = self._model, start.resolved
         layout = sequence_layout(make_formats(model.spec, resolved))
         arena = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=self._clock.device)
         layers = zip(layout.layers, start.compressed, strict=True)
         caches = tuple(layer.place(arena, tensors) for layer, tensors in layers)
-        runner = _runner(model, self._clock)
+        device = self._clock.step_device(captures=captures)
+        runner = StepRunner(model, device, max_batch_size=1, warn=refuse)
         params = SamplingParams(max_tokens=self._num_tokens + 1, temperature=0.0)
         given = StepInput(
             caches=caches,
@@ -121,9 +137,14 @@ class TokenComparison:
         return tokens, flight.path.name
 
 
-def is_tie(row: dict[str, Any]) -> bool:
-    """Whether a row's tokens part, if they do, where the CPU's logits are as good as equal."""
-    return bool(row["same"] or row["gap"] <= TIE)
+def problems(row: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a row: tokens that part elsewhere than at a tie, or steps not captured."""
+    found = []
+    if not row["same"] and row["gap"] > TIES[row["dtype"]]:
+        found.append(f"tokens part at {row['parted_at']}, logits {row['gap']:.1e} apart")
+    if not row.get("same_eagerly", True):
+        found.append("captured steps draw other tokens than eager ones")
+    return found + path_problems(row)
 
 
 def _num_kept_elsewhere(one: Continuation, other: Continuation) -> tuple[int, int]:
@@ -140,10 +161,3 @@ def _num_kept_elsewhere(one: Continuation, other: Continuation) -> tuple[int, in
     ]
     elsewhere = sum(int((~torch.isin(mine, theirs)).sum()) for mine, theirs in pairs)
     return elsewhere, sum(len(mine) for mine, _ in pairs)
-
-
-def _runner(model: TransformersModel, clock: Clock) -> StepRunner:
-    def refuse(reason: str) -> None:
-        raise RuntimeError(f"a step that should be captured cannot be: {reason}")
-
-    return StepRunner(model, clock.step_device(), max_batch_size=1, warn=refuse)

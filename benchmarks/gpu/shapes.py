@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvferry.tools.kernel_cache.shapes import SHIPPED, Shape
 
 SHAPES = tuple(SHIPPED[name] for name in ("Llama-3.1-8B", "Qwen3-8B", "Mistral-7B"))
@@ -13,3 +15,16 @@ TINY_SHAPES = tuple(
     for shape in SHAPES
 )  # fmt: skip
 """Of the same classes."""
+
+
+def transformers_config(shape: Shape, *, max_model_len: int) -> Any:
+    """Return the configuration of a model that transformers runs by itself, without an end token."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        shape.model_type, num_hidden_layers=shape.num_layers, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim, vocab_size=shape.vocab_size,
+        max_position_embeddings=max_model_len, sliding_window=None, tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip

@@ -45,7 +45,7 @@ MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = ra
 BLOCK_PAGES = 128
 """Pages that one program scores."""
 SCORING_PER_SM = 2
-"""Programs that score pages for each multiprocessor, about: each ranks channels, so more would do that again."""
+"""Programs that score pages for each multiprocessor: each ranks channels, so more would do that again."""
 BLOCKS_A_PROGRAM = 8
 """Blocks that one of them scores at most, so that a long sequence among many short ones has more of them."""
 MAX_ROWS = 1 << 21

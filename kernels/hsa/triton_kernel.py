@@ -101,7 +101,7 @@ def score_pages(
             *arguments, **constants, BLOCK_K1=block_k1, num_warps=num_warps, maxnreg=maxnreg
         )
     if scratch.size.pages_of_one:
-        _score_rows_kernel[grid](*arguments, **constants, num_warps=8, maxnreg=MAX_REGISTERS)
+        _score_rows_kernel[grid](*arguments, **constants, num_warps=8)
 
 
 def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
-from kvferry.shared.command_line import version
 from kvferry.shared.serving import reachable
+from kvferry.shared.version import VERSION
 
 # The demo model knows only these words; any other model can answer, too.
 EXAMPLE_MESSAGE = (
@@ -35,7 +35,7 @@ class Display:
         self, model: str, addresses: Mapping[str, str], *, needs_key: bool, with_certs: bool = False
     ) -> None:
         base = f"http://{reachable(addresses['address'])}"
-        self._line(f"kvferry {version()} serves {model}", style="bold green")
+        self._line(f"kvferry {VERSION} serves {model}", style="bold green")
         self._line(f"  API      {base}/v1")
         self._line(f"  metrics  {base}/metrics (router; with ?all=1 the workers' too)")
         for role in ("prefill", "decode"):

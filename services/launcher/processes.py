@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, Role, ServeConfig
@@ -52,14 +53,12 @@ class ProcessStack:
     async def start(self) -> None:
         config = self._config
         prefill_threads, decode_threads = divide_threads(config.threads)
-        starting = [
-            self._start_worker("prefill", config.prefill_metrics_listen, prefill_threads),
-            self._start_worker("decode", config.decode_metrics_listen, decode_threads),
-        ]
+        start_prefill = partial(self._start_worker, "prefill", config.prefill_metrics_listen, prefill_threads)
+        start_decode = partial(self._start_worker, "decode", config.decode_metrics_listen, decode_threads)
         if may_use_gpu(config.device):
-            prefill, decode = [await worker for worker in starting]
+            prefill, decode = await start_prefill(), await start_decode()
         else:
-            prefill, decode = await asyncio.gather(*starting)
+            prefill, decode = await asyncio.gather(start_prefill(), start_decode())
         await self._start(
             "router",
             listen=config.listen,

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +49,7 @@ from kvferry.shared.errors import ConfigurationError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.version import VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def create_app(
 
     app = FastAPI(
         title="kvferry",
-        version=version("kvferry"),
+        version=VERSION,
         lifespan=lifespan,
         openapi_url=None,
         redirect_slashes=False,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.gpu_rows import check_kernels, check_tokens
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "benchmarks" / "results" / "kernels" / "compile.json"
@@ -41,27 +43,21 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
-    rows = result["kernels"]
-    assert {row["row"] for row in rows} == set(range(1, 11))
-    assert all(0 <= row["error"] <= row["tolerance"] for row in rows)
-    # what the kernels were compared on was neither empty nor the answer itself
-    assert any(row["error"] > 0 for row in rows)
-    assert all(row["time_us"] > 0 for row in rows)
-    methods, prefills = ("full", "rocketkv", "rdkv"), ("cpu", "device")
-    assert {(row["method"], row["prefill"]): row["same"] for row in result["tokens"]} == dict.fromkeys(
-        itertools.product(methods, prefills), True
-    )
+    check_kernels(result["kernels"])
+    check_tokens(result["tokens"])
+    assert all(row["same"] for row in result["tokens"])
+    assert {"snapkv", "rocketkv", "compactor"} <= {
+        row["method"] for row in result["tokens"] if row.get("kept")
+    }
     assert result["smallest_launch_us"] > 0
-    # ties among rows that next to nothing attends to
-    assert all(row.get("kept_elsewhere", 0) <= 0.02 * row.get("kept", 0) for row in result["tokens"])
-    assert {row["method"] for row in result["tokens"] if row.get("kept")} == {"rocketkv"}
     models = ("tiny llama", "tiny qwen3", "tiny mistral")
     paths = {(row["model"], row["method"]): row["path"] for row in result["decode"]}
-    ways = dict.fromkeys(("full", "full (torch SDPA)", "rocketkv", "rdkv"), "graph")
+    ways = dict.fromkeys(("full", "full (torch SDPA)", "rocketkv", "rdkv", "snapkv-kivi"), "graph")
     ways |= {"rdkv-hsa": "eager", "d2o": "eager"}
     assert paths == {(model, method): way for model in models for method, way in ways.items()}
     assert all(row["ms_per_token"] > 0 and row["speedup"] > 0 for row in result["decode"])
-    compressing = ("rocketkv", "rdkv", "rdkv-hsa", "d2o")
+    assert {(row["model"], row["method"]) for row in result["decode_profiles"]} == set(paths)
+    compressing = ("rocketkv", "snapkv", "compactor", "rdkv", "d2o")
     assert {(row["model"], row["method"]) for row in result["prefill"]} == set(
         itertools.product(models, compressing)
     )
@@ -73,20 +69,32 @@ def test_all_of_it_runs_at_tiny_shapes_and_kernels_agree_with_their_references(t
 
 
 @pytest.mark.full
-def test_what_there_is_no_time_for_is_listed_as_skipped() -> None:
+def test_what_there_is_no_time_for_is_listed_as_skipped_and_parts_share_the_time() -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "benchmarks" / "gpu")!r})
-import runs, timing
+import record, runs, timing
 
 class Over:
     left_s = 0.0
 
-result = {{"failures": []}}
-runs.Run(result, timing.HostClock(), Over(), 1, tiny=True).end_to_end()
-assert len(result["decode"]) == 3 * 6 and len(result["prefill"]) == 3 * 4, result
+kept = record.Record()
+runs.Run(kept, timing.HostClock(), Over(), runs.Options(seed=1, is_tiny=True)).run(("decode", "prefill"))
+result = kept.fields
+assert len(result["decode"]) == 3 * 7 and len(result["prefill"]) == 3 * 5, result
 assert all(row["skipped"] == "no time left" for row in result["decode"] + result["prefill"]), result
 assert not result["failures"]
+
+class Whole:
+    left_s = 100.0
+
+run, left = runs.Run(record.Record(), timing.HostClock(), Whole(), runs.Options(seed=1)), []
+run.kernels = run.tokens = lambda leave_s: left.append(round(leave_s))
+run.end_to_end = lambda parts, leave_s: left.append((*parts, leave_s))
+run.run(["kernels"])
+run.run(["tokens", "kernels"])
+run.run(["prefill", "decode", "kernels"])
+assert left == [0, 25, 0, 47, ("decode", "prefill", 0.0)], left
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=False
@@ -156,14 +164,21 @@ def test_without_a_gpu_it_measures_nothing_and_says_so() -> None:
         pytest.param("Llama-3.1-8B", "", {"sm_90"}, marks=pytest.mark.full),
         pytest.param("D256-G16-fp16", "", {"sm_80"}, marks=pytest.mark.full),
         # two that have spilled where head_dim is no power of two
-        ("D96-G7-bf16", "chunk_scores", {"sm_80", "sm_90"}),
+        ("D96-G7-bf16", "chunk_scores|dense_decode", {"sm_90"}),
+        pytest.param("D96-G7-bf16", "chunk_scores|kivi_decode", {"sm_80", "sm_90"}, marks=pytest.mark.full),
         pytest.param("D96-G4-fp16", "dense_decode", {"sm_80", "sm_90"}, marks=pytest.mark.full),
+        # one KV head is another binary where a kernel is told how many heads there are
+        pytest.param(
+            "D128-G4-bf16-H1", "dense_decode|gather|kivi|prologue|place|rotate", {"sm_90"},
+            marks=pytest.mark.full,
+        ),
     ],
-)
+)  # fmt: skip
 def test_kernels_compile_for_both_architectures_within_their_gates(
     model: str, only: str, architectures: set[str], tmp_path: Path
 ) -> None:
-    """Compiled afresh at a few of the shapes in the stored table, which has all of both architectures."""
+    """Compiled afresh at a few of the shapes in the stored table, which has all of both architectures. With
+    several heads, as what serves nearly everywhere: Triton makes a number that is 1 a part of the code."""
     output = tmp_path / "compile.json"
     done = run(
         "--compile", "--models", model, "--only", only, "--output", str(output),
@@ -174,14 +189,16 @@ def test_kernels_compile_for_both_architectures_within_their_gates(
     assert {(row["kernel"], row["arch"]) for row in fresh} == {
         (row["kernel"], row["arch"])
         for row in stored_rows()
-        if only in row["kernel"] and row["arch"] in architectures
+        if re.search(only, row["kernel"]) and row["arch"] in architectures
     }
     assert {row["arch"] for row in fresh} == architectures
+    heads = {"Llama-3.1-8B": 8, "D128-G4-bf16-H1": 1}.get(model, 2)
+    assert {row["num_kv_heads"] for row in fresh} == {heads}
 
 
 def test_the_stored_table_keeps_to_the_gates_at_the_models_and_at_every_head_dim() -> None:
     rows = stored_rows()
-    assert not any(row["breaks"] or row["stack_bytes"] for row in rows)
+    assert not any(row["breaks"] for row in rows)
     kernels = {(row["kernel"], row["arch"]) for row in rows}
     names = {row["model"] for row in rows}
     for name in names:

@@ -136,6 +136,10 @@ kernels = [{{"kernel": name, "shape": shape, "num_bytes": 10**9}} for name, shap
 add_modelled({{"decode": steps, "kernels": kernels, "device": "NVIDIA H100 80GB HBM3"}})
 print(steps[0]["modelled_ms"], steps[1]["modelled_ms"], "modelled_ms" in steps[2])
 print(*(its.get("modelled_us") for its in kernels))
+for device in ("NVIDIA L40S", "NVIDIA H100 NVL"):
+    other = dict(row)
+    add_modelled({{"decode": [other], "device": device}})
+    assert other["modelled_ms"] is None, device
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=True

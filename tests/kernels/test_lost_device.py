@@ -18,8 +18,8 @@ SHORT_S, TIMEOUT_S = 0.2, 60.0
 
 
 class Device:
-    """A CUDA device. Attributes: error: of every call, None while it works; asked: whether a capture could have
-    begun beside each wait for it."""
+    """A CUDA device. Attributes: error: of every call, None while it works; asked: whether a capture could
+    have begun beside each wait for it."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

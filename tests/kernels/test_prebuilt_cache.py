@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_entry_has_what_triton_stored_and_not_triton_s_own_list_of_it(folder: Path) -> None:
-    """Triton takes the first name that ends in .json for the kernel's metadata; its own list's ends so, too."""
+    """Triton takes the first name that ends in .json for the metadata, and its own list's ends so, too."""
     group = PrebuiltCache(KEY).get_group(NAME)
     assert group == {name: str(folder / KEY / name) for name in FILES}
     assert all(Path(path).read_text() == name for name, path in group.items())
@@ -60,11 +60,9 @@ def test_what_is_not_in_the_folder_is_in_triton_s_cache(folder: Path, tmp_path: 
     ("variable", "expected"),
     [("/carried/kernels", Path("/carried/kernels")), ("", Path(sys.prefix, "share", "kvferry", "triton"))],
 )
-def test_a_variable_names_the_folder(
-    variable: str, expected: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_names_the_folder(variable: str, expected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read when the module is imported, so the module is run anew."""
-    monkeypatch.setenv("KVFERRY_PREBUILT", variable)
+    monkeypatch.setenv("TRITON_PREBUILT_DIR", variable)
     made = runpy.run_path(str(prebuilt_cache.__file__))
     assert made["PREBUILT_FOLDER"] == expected
     assert made["PrebuiltCache"].folder == expected

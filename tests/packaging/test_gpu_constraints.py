@@ -9,10 +9,12 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from kvferry.shared.cuda_driver import LEAST_DRIVERS
 
@@ -33,8 +35,8 @@ def dry_run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
     report = folder / "report.json"
     options = ["--dry-run", "--ignore-installed", "--no-input", "--quiet", "--only-binary=:all:"]
     options += ["--python-version", "3.12", "--implementation", "cp", "--target", str(folder / "target")]
-    for glibc in ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17"):
-        options += ["--platform", f"manylinux_{glibc}_x86_64"]
+    for minor in range(39, 16, -1):
+        options += ["--platform", f"manylinux_2_{minor}_x86_64"]
     options += ["--platform", "manylinux2014_x86_64", "--report", str(report)]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options, *arguments]
     try:
@@ -76,28 +78,74 @@ def test_the_tested_triton_is_that_of_the_image() -> None:
     assert pins("constraints.txt")["triton"] == pins("constraints-gpu.txt")["triton"]
 
 
-@pytest.mark.full
-def test_pip_finds_the_image_s_packages_consistent(tmp_path: Path) -> None:
-    required = subprocess.run(
-        [sys.executable, "-P", "docker/requirements.py", "gpu"],
+def requirements(*extras: str) -> str:
+    """What the package needs, as the images' builds print it."""
+    return subprocess.run(
+        [sys.executable, "-P", "docker/requirements.py", *extras],
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
-    others = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "requirements.txt").write_text(required)
-    left = [line for line in others if line.partition("==")[0] not in NAMES]
-    (tmp_path / "constraints-others.txt").write_text("\n".join(left))
-    constraints = ["-c", str(REPOSITORY / "constraints-gpu.txt"), "-c", "constraints-others.txt"]
-    done, report = dry_run(tmp_path, *constraints, "-r", "requirements.txt")
-    if done.returncode:
-        missing = MISSING.search(done.stderr)
-        assert missing is not None, done.stderr
-        # a mirror without a wheel says nothing about the set; a conflict has another message
-        assert "conflicting dependencies" not in done.stderr, done.stderr
-        pytest.skip(f"the package registry lacks {missing[1]}")
-    chosen = {
+
+
+def test_the_extra_has_the_pair_of_the_image_and_the_others_leave_it_open() -> None:
+    """What pip honours without a constraints file. The tests' environment has another torch, for the CPU."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = pins("constraints-gpu.txt")
+    gpu = {its.name: its for its in map(Requirement, project["optional-dependencies"]["gpu"])}
+    assert {name: str(its.specifier) for name, its in gpu.items()} == {
+        name: f"=={wanted[name]}" for name in NAMES
+    }
+    assert {str(its.marker) for its in gpu.values()} == {'sys_platform == "linux"'}
+    tested = pins("constraints.txt")
+    for its in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]):
+        if its.name in NAMES:
+            assert wanted[its.name] in its.specifier
+            assert tested[its.name] in its.specifier
+
+
+def test_the_pages_name_the_extra_s_torch_and_its_driver() -> None:
+    wanted = pins("constraints-gpu.txt")
+    driver = LEAST_DRIVERS[int(wanted["cuda-toolkit"].split(".")[0])]
+    for page in ("README.md", "docs/operations.md"):
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        (line,) = [line for line in text.splitlines() if "'.[gpu]'" in line]
+        assert f"torch {wanted['torch']} for NVIDIA's driver {driver} or newer" in line
+
+
+def chosen_by(report: Path) -> dict[str, str]:
+    """The versions of pip's report, by name."""
+    return {
         its["metadata"]["name"].lower(): its["metadata"]["version"]
         for its in json.loads(report.read_text())["install"]
     }
+
+
+def resolved(folder: Path, *arguments: str) -> dict[str, str]:
+    """What pip takes; skips where the registry lacks a wheel, which says nothing about the set."""
+    done, report = dry_run(folder, *arguments)
+    if done.returncode:
+        missing = MISSING.search(done.stderr)
+        assert missing is not None, done.stderr
+        # a conflict has another message
+        assert "conflicting dependencies" not in done.stderr, done.stderr
+        pytest.skip(f"the package registry lacks {missing[1]}")
+    return chosen_by(report)
+
+
+@pytest.mark.full
+def test_pip_takes_the_pair_without_a_constraints_file(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(requirements("gpu"))
+    chosen, wanted = resolved(tmp_path, "-r", "requirements.txt"), pins("constraints-gpu.txt")
+    assert {name: chosen[name] for name in wanted} == wanted
+
+
+@pytest.mark.full
+def test_pip_finds_the_image_s_packages_consistent(tmp_path: Path) -> None:
+    others = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "requirements.txt").write_text(requirements("gpu"))
+    left = [line for line in others if line.partition("==")[0] not in NAMES]
+    (tmp_path / "constraints-others.txt").write_text("\n".join(left))
+    constraints = ["-c", str(REPOSITORY / "constraints-gpu.txt"), "-c", "constraints-others.txt"]
+    chosen = resolved(tmp_path, *constraints, "-r", "requirements.txt")
     for name, version in pins("constraints-gpu.txt").items():
         assert chosen[name] == version
     assert not [name for name in chosen if re.search(r"-cu(?!13)\d\d$", name)], "libraries of another CUDA"

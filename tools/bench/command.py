@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvferry.shared.command_line import version
 from kvferry.shared.errors import KvferryError
+from kvferry.shared.version import VERSION
 from kvferry.tools.bench import plots
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.bench.load import Load, make_load, parse_mix
@@ -191,7 +191,7 @@ def _write(
     folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     options = config.model_dump(exclude={"api_key", "beside_api_key", "out", "plots"})
-    result = {"kvferry": version(), "commit": commit(), "options": options, "servers": servers}
+    result = {"kvferry": VERSION, "commit": commit(), "options": options, "servers": servers}
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
         for name, runs in samples.items():

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.shared.command_line import version
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.costs.machine import MeasuredMachine
 from kvferry.shared.costs.model import ModelCost
 from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.errors import ConfigurationError, KvferryError
+from kvferry.shared.version import VERSION
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.bench.load import make_load
 from kvferry.tools.bench.prompts import PromptMaker
@@ -106,7 +106,7 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     machine, model = _fitted(config, methods, fitted_to)
     rows = [_check(machine, model, setting, found[setting, 1]) for setting in checked]
     result: dict[str, Any] = {
-        "kvferry": version(),
+        "kvferry": VERSION,
         "commit": commit(),
         "hardware": hardware(config.device),
         "options": config.model_dump(exclude={"machine_file"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -19,6 +18,7 @@ from kvferry.services.router.playground import page_response
 from kvferry.shared.certs import Certs
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.version import VERSION
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 keyed = keyed_router()
@@ -96,7 +96,7 @@ async def list_methods(services: Shared) -> Listing[Method]:
 async def get_version(services: Shared) -> Version:
     runner = services.runner
     return {
-        "version": version("kvferry"),
+        "version": VERSION,
         "protocol_version": PROTOCOL_VERSION,
         "kernels": {pool.role: pool.kernel_paths() for pool in (runner.prefill, runner.decode)},
     }

@@ -1,4 +1,4 @@
-"""In which order `kvferry serve` starts its services; stand-ins for their processes listen when they are told."""
+"""In which order `kvferry serve` starts its services; stand-ins for processes listen when they are told."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -31,13 +33,18 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linked as Ubuntu links by default, and Debian does not: without libraries that nothing is called of."""
     folder = tmp_path_factory.mktemp("prebuilt")
+    compiler = tmp_path_factory.mktemp("compiler") / "cc"
+    real = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {real} -Wl,--as-needed "$@"\n')
+    compiler.chmod(0o755)
     command = [
         str(Path(sys.executable).with_name("kvferry")), "compile", "--shapes", SHAPE.name,
         "--architectures", "sm_90", "--only", "_append_rows", "--folder", str(folder),
     ]  # fmt: skip
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=environment(), check=False
+        command, capture_output=True, text=True, timeout=280, env=environment(CC=str(compiler)), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"1 of 1: Llama-3.2-1B on sm_90, [1-9] kernels and [2-9] launchers", done.stdout)
@@ -68,6 +75,31 @@ def test_a_launch_finds_its_kernel_and_its_launcher(prebuilt: Path, tmp_path: Pa
     assert len(found["loaded"]) >= 2
     assert all(path.startswith(str(prebuilt)) for path in found["loaded"])
     assert not (tmp_path / "cache").exists()
+
+
+def needed(library: Path) -> list[str]:
+    """The libraries that the loader loads with a 64-bit one: DT_NEEDED of its dynamic section."""
+    data = library.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01", library
+    sections_at, size, count = *struct.unpack_from("<Q", data, 40), *struct.unpack_from("<HH", data, 58)
+    # of a section: type, offset, size, and the number of another that belongs to it
+    sections = [
+        struct.unpack_from("<4xI16xQQI", data, at)
+        for at in range(sections_at, sections_at + size * count, size)
+    ]
+    ((_, start, length, number),) = [its for its in sections if its[0] == 6]
+    names = sections[number][1]
+    entries = struct.iter_unpack("<qQ", data[start : start + length])
+    at = [names + value for tag, value in entries if tag == 1]
+    return [data[start : data.index(b"\0", start)].decode() for start in at]
+
+
+@pytest.mark.timeout(600)
+def test_what_a_c_compiler_built_is_loaded_with_the_driver_s_library(prebuilt: Path) -> None:
+    """Else its calls of the driver are not found, and nothing of it can be loaded on a machine with a GPU."""
+    built = list(prebuilt.rglob("*.so"))
+    assert len(built) >= 2
+    assert {its.name: "libcuda.so.1" in needed(its) for its in built} == {its.name: True for its in built}
 
 
 @pytest.mark.timeout(600)

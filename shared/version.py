@@ -1,0 +1,22 @@
+"""The version of the code that runs."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+
+def _version() -> str:
+    """The installed one, or in a source tree that is not installed its pyproject.toml's."""
+    try:
+        return metadata.version("kvferry")
+    except metadata.PackageNotFoundError:
+        # below src/kvferry, which has links to the packages
+        text = Path(__file__).parents[3].joinpath("pyproject.toml").read_text(encoding="utf-8")
+        found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        assert found is not None, "pyproject.toml has no version"
+        return found[1]
+
+
+VERSION = _version()
