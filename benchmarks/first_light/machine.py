@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -40,11 +39,6 @@ def prepare(work: Path, log: IO[str], *, has_gpu: bool, root: Path = ROOT) -> di
         options = ("--no-cache-dir", "--target", str(site))
         if wheels := sorted(map(str, (root / WHEELS).glob("*.whl"))):
             subprocess.run([*pip, *options, *wheels], stdout=log, stderr=log, check=True, timeout=300)
-        # the router looks its version up as that of an installed package
-        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-        described = site / f"kvferry-{project['version']}.dist-info" / "METADATA"
-        described.parent.mkdir(parents=True)
-        described.write_text(f"Metadata-Version: 2.1\nName: kvferry\nVersion: {project['version']}\n")
         paths.insert(1, str(site))
     kernels = root / KERNELS
     if has_gpu and kernels.exists():

@@ -37,7 +37,7 @@ class CudaDevice(StepDevice):
         return torch.cuda.stream(self._stream)
 
     def follow(self, written: torch.cuda.Event | None = None) -> None:
-        """See `StepDevice.follow`, and `written.py` for who writes on which stream. Without a mark the steps'
+        """See `StepDevice.follow`; `written_so_far` says who writes where. Without a mark the steps'
         stream waits for all that the default stream has been given, other sequences' blocks included."""
         if written is None:
             self._stream.wait_stream(torch.cuda.default_stream(self._device))

@@ -22,9 +22,14 @@ from torch import Tensor
 
 from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import PartArrived, PartFailed
-from kvferry.services.decode.sequence import PinnedRows, Reservations, Sequence, SequenceState
+from kvferry.services.decode.sequence import (
+    PinnedRows,
+    Reservations,
+    Sequence,
+    SequenceState,
+    written_so_far,
+)
 from kvferry.services.decode.shared_prompts import SharedPrompts
-from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     ArrivingLayout,
@@ -74,7 +79,7 @@ class ArenaCopier:
         half 1                | payload 1 ── to the device ───────► |        the device has read it
 
     On CUDA the bytes arrive on the thread's current stream, after `copy` has returned: work on that stream
-    finds them, and a step by a mark (`written.py`). Used only by the receiver's thread.
+    finds them, and a step by a mark (`written_so_far`). Used only by the receiver's thread.
     """
 
     def __init__(self, max_payload_bytes: int, device: torch.device) -> None:

@@ -20,7 +20,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 from torch import Tensor
 
-from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import Allocation, SequenceLayout
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -39,6 +38,31 @@ if TYPE_CHECKING:
     from kvferry.services.decode.rank_messages import PartArrived
 
 _log = structlog.get_logger(__name__)
+
+
+def written_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """Mark what this thread's stream has been given so far; None on a CPU, where it is done.
+
+    Steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena runs on
+    the device's default stream, in one of these threads:
+
+        receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
+                        (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
+        a request's     the copy of a prompt that siblings share (`DecodeService._begin_shared`)
+        engine's        moves: growth, compaction, back from the host (`Sequence.move`); the warm-up's prompts
+        sweeper's       retained rows copied to less memory, which only the receiver's thread reads
+
+    A sequence has a mark behind its own last write of these, for which its join waits. A stream works in
+    order, so what was queued there before is done by then, too: blocks of an aborted transfer to the same
+    range, retained rows, weights. What is queued later, such as another sequence's blocks, delays no step.
+    Rows that a step appends need no mark: they are on the steps' own stream, and the engine waits for a step
+    before others read or move its rows.
+    """
+    if device.type != "cuda":
+        return None
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
 class EventStream:
@@ -156,7 +180,7 @@ class Sequence:
         first: the first token, and the seconds at which the transfer began that brought it.
         arrived: the same, once all blocks are there that this process takes; `parts`: what other ranks have
             taken straight from prefill, by rank.
-        written: mark behind the last write of `caches` but for those of steps (`written.py`); None on a CPU.
+        written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
     """

@@ -28,10 +28,15 @@ from kvferry.services.decode.ranks import DecodeRanks
 from kvferry.services.decode.receiver import CacheReceiver, checked_first_token
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.returned import HistoryReturner
-from kvferry.services.decode.sequence import EventStream, Reservations, Sequence, SequenceState
+from kvferry.services.decode.sequence import (
+    EventStream,
+    Reservations,
+    Sequence,
+    SequenceState,
+    written_so_far,
+)
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
-from kvferry.services.decode.written import written_so_far
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured

@@ -62,7 +62,7 @@ class StepDevice:
     def follow(self, written: torch.cuda.Event | None = None) -> None:
         """Make what other threads have written visible to later work in the scope.
 
-        Args: written: up to this mark (`written.py`); None: so far.
+        Args: written: up to this mark (`written_so_far`); None: so far.
         """
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -295,7 +295,6 @@ def test_where_kvferry_is_not_installed_its_sources_and_the_wheels_are_found(
     root, work = tmp_path / "root", tmp_path / "work"
     (root / ".whl").mkdir(parents=True)
     work.mkdir()
-    (root / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
     with zipfile.ZipFile(root / ".whl" / "planted-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("planted.py", "said = 'from the wheel'\n")
         wheel.writestr(
@@ -312,12 +311,12 @@ def test_where_kvferry_is_not_installed_its_sources_and_the_wheels_are_found(
     with (tmp_path / "log").open("w") as log:
         variables = machine.prepare(work, log, has_gpu=True, root=root)
     assert variables["PYTHONPATH"].split(os.pathsep) == [str(root / "src"), str(work / "site"), "/elsewhere"]
-    script = "import planted; from importlib.metadata import version; print(planted.said, version('kvferry'))"
+    script = "import planted; print(planted.said)"
     printed = subprocess.run(
         [sys.executable, "-c", script],
         env=variables, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert printed.stdout == "from the wheel 1.2.3\n"
+    assert printed.stdout == "from the wheel\n"
     assert (tmp_path / "built" / "key" / "kernel.cubin").read_bytes() == b"code"
     assert variables["TRITON_CACHE_MANAGER"] == "kvferry.kernels.prebuilt_cache:PrebuiltCache"
     monkeypatch.undo()

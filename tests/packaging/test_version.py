@@ -32,8 +32,9 @@ def version_in(tree: Path) -> str:
 def test_a_tree_that_is_not_installed_has_pyproject_s_version(version: str, tmp_path: Path) -> None:
     """In a copy, because an installation may leave metadata beside the sources."""
     package = tmp_path / "src" / "kvferry"
-    package.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "src" / "kvferry" / "__init__.py", package)
+    for path in ("__init__.py", "shared/__init__.py", "shared/version.py"):
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / "src" / "kvferry" / path, package / path)
     text = PYPROJECT.replace(f'\nversion = "{VERSION}"\n', f'\nversion = "{version}"\n')
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     assert version_in(tmp_path) == version

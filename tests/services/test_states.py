@@ -284,7 +284,7 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
     poisoned: list[str] = []
     run = decode._engine._runner.launch
 
-    def launch() -> Any:
+    def launch(**given: int) -> Any:
         running = decode._engine._running
         if len(running) == len(prompts) and not poisoned:
             victim = next(its for its in running if len(its.request.prompt_token_ids) == len(prompts[1]))
@@ -293,7 +293,7 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
                 if isinstance(cache, StateLayer):
                     for region in cache.regions.values():
                         region.fill_(torch.nan)
-        return run()
+        return run(**given)
 
     decode._engine._runner.launch = launch  # type: ignore[method-assign]
     turns = [

@@ -19,7 +19,6 @@ from kvferry.shared.command_line import (
     command,
     make_app,
     run_app,
-    version,
 )
 from kvferry.shared.config import ServiceSettings, Settings, WorkerSettings
 from kvferry.shared.errors import ConfigurationError, KvferryError
@@ -33,6 +32,7 @@ from kvferry.shared.options import (
     show_bytes,
     show_seconds,
 )
+from kvferry.shared.version import VERSION
 
 
 class Sample(ServiceSettings):
@@ -262,7 +262,7 @@ def test_help_shows_every_option_with_description_and_default_under_its_heading(
 
 def test_version_names_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert Run()("--version") == 0
-    assert capsys.readouterr().out == f"kvferry {version()}\n"
+    assert capsys.readouterr().out == f"kvferry {VERSION}\n"
 
 
 def test_a_shell_completes_commands_options_and_choices(tmp_path: Path) -> None:

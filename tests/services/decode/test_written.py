@@ -15,8 +15,8 @@ from kvtest.decode import PromptCache, SmallModel
 from kvferry.services.decode import engine, receiver, sequence, service
 from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.decode.memory import GROWTH_TOKENS
+from kvferry.services.decode.sequence import written_so_far
 from kvferry.services.decode.step import StepDevice
-from kvferry.services.decode.written import written_so_far
 from kvferry.shared.control.messages import SharedStart
 
 
