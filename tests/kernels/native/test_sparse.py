@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="this machine 
 
 ROOM = 16
 SIZES = [(1, 6, 9), (2, 32, 5), (5, 11, 64), (4, 7, 17), (7, 5, 1), (3, 1, 40), (4, 9, 5000)]
-"""Page size, channels and tokens of the slots, in turns. Random sequences have the first three: by the codes of
-one channel many pages are equal, and rounding decides which of them is chosen."""
+"""Page size, channels and tokens of the slots, in turns. Random sequences have the first three: by the codes
+of one channel many pages are equal, and rounding decides which of them is chosen."""
 
 
 class SparseSequences(Sequences):
