@@ -8,9 +8,7 @@ compiled, which is not so on a CPU.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -25,7 +23,7 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
+from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
@@ -55,31 +53,6 @@ def shown_progress(gauge: Gauge) -> Progress:
     return show
 
 
-class PhaseSeconds:
-    """Seconds of this thread by phase, for the log. What a phase leaves to the device counts in the one that
-    waits for it."""
-
-    def __init__(self) -> None:
-        self._seconds = defaultdict[str, float](float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.monotonic() - begin_s
-
-    def move(self, seconds: float, *, source: str, target: str) -> None:
-        """Count seconds of one phase as another's."""
-        self._seconds[source] -= seconds
-        self._seconds[target] += seconds
-
-    def log_fields(self) -> dict[str, float]:
-        """`<phase>_s`, rounded."""
-        return {f"{phase}_s": round(seconds, 2) for phase, seconds in self._seconds.items()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class WarmPrompt:
     """A prompt that a method has compressed."""
@@ -94,96 +67,44 @@ def needs_warm_up(role: Role, model: LanguageModel) -> bool:
     return any(ops_with_kernels(role, shape) for shape in model_shapes(model.spec, model.device))
 
 
-def warm_prompts(
-    model: LanguageModel,
-    num_tokens: int,
-    progress: Progress,
-    *,
-    seconds: PhaseSeconds | None = None,
-    every_method: bool = True,
-) -> Iterator[WarmPrompt]:
-    """Run a prompt through the model once, and compress it by each method. A method that fails is left out:
-    requests will have its error.
-
-    Args:
-        seconds: gets the phases "prompt" and "compression".
-        every_method: False: one of each kind of cache, which is all that decode knows of a method.
-    """
-    spec, seconds = model.spec, seconds or PhaseSeconds()
-    num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
-    plans = dict[str, ResolvedPlan]()
-    for method in applicable_methods(spec.layers):
-        with _left_out_if_it_fails(method):
-            plans[method] = _resolved(model, method, num_tokens)
-    if not every_method:
-        plans = _one_of_each_cache(plans)
-    pass_ = PromptPass(model)
-    with seconds("prompt"):
-        token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
-        model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
-    for number, (method, plan) in enumerate(plans.items()):
-        progress(number / len(plans), method)
-        prompt: WarmPrompt | None = None
-        with _left_out_if_it_fails(method), seconds("compression"):
-            resolved, tensors = compress_prompt(spec, plan, pass_.layers, pass_.states)
-            prompt = WarmPrompt(method=method, resolved=resolved, tensors=tensors)
-        if prompt is not None:
-            yield prompt
-
-
-def _resolved(model: LanguageModel, method: str, num_tokens: int) -> ResolvedPlan:
+def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:
+    """Run a prompt through the model once, and compress it by every method. A method that fails is left out:
+    requests will have its error."""
     spec = model.spec
-    return resolve_plan(
-        plan_for(method, budget=_budget(method, num_tokens)),
-        num_prompt_tokens=num_tokens,
-        max_new_tokens=NEW_TOKENS,
-        num_layers=spec.num_layers,
-        head_dim=spec.head_dim,
-        layers=spec.layers,
-    )
-
-
-@contextmanager
-def _left_out_if_it_fails(method: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if is_lost(error):
-            raise
-        _log.warning("a method is not warmed up", method=method, error=f"{type(error).__name__}: {error}")
-
-
-def _one_of_each_cache(plans: dict[str, ResolvedPlan]) -> dict[str, ResolvedPlan]:
-    """The plans of methods that decode stores or attends differently. Of those with one kind of cache, one
-    without a scorer, if there is one, takes least of prefill's time and kernels."""
-    chosen = dict[Hashable, str]()
-    for method in sorted(plans, key=lambda method: plans[method].plan.scorer is not None):
-        chosen.setdefault(_cache_of(plans[method]), method)
-    return {method: plan for method, plan in plans.items() if method in chosen.values()}
-
-
-def _cache_of(plan: ResolvedPlan) -> Hashable:
-    """What decode's kernels depend on: the layers' formats and attentions, not how many rows they have."""
-    return tuple(
-        (_hashable(its.representation), _hashable(its.attention), its.generated is None)
-        for its in plan.layers
-    )
-
-
-def _hashable(part: Part) -> Hashable:
-    return part.name, tuple(sorted(part.params.items()))
+    num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
+    methods = applicable_methods(spec.layers)
+    pass_ = PromptPass(model)
+    token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
+    model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
+    for number, method in enumerate(methods):
+        progress(number / len(methods), method)
+        try:
+            resolved = resolve_plan(
+                plan_for(method, budget=_budget(method, num_tokens)),
+                num_prompt_tokens=num_tokens,
+                max_new_tokens=NEW_TOKENS,
+                num_layers=spec.num_layers,
+                head_dim=spec.head_dim,
+                layers=spec.layers,
+            )
+            resolved, tensors = compress_prompt(spec, resolved, pass_.layers, pass_.states)
+        except Exception as error:
+            if is_lost(error):
+                raise
+            _log.warning("a method is not warmed up", method=method, error=f"{type(error).__name__}: {error}")
+            continue
+        yield WarmPrompt(method=method, resolved=resolved, tensors=tensors)
 
 
 def warm_prefill(model: LanguageModel, progress: Progress) -> None:
     """All that prefill warms up: prompts, and the kernels that other options and lengths than theirs need."""
-    seconds = PhaseSeconds()
+    begin_s = time.monotonic()
     for num_tokens in PROMPT_TOKENS:
-        for _ in warm_prompts(model, num_tokens, progress, seconds=seconds):
+        for _ in warm_prompts(model, num_tokens, progress):
             pass
-    with seconds("tiles"):
-        for shape in model_shapes(model.spec, model.device):
-            _warm_tiles(shape, ops_with_kernels("prefill", shape))
-    _log.info("warmed up", **seconds.log_fields())
+    for shape in model_shapes(model.spec, model.device):
+        _warm_tiles(shape, ops_with_kernels("prefill", shape))
+    _log.info("warmed up", seconds=round(time.monotonic() - begin_s, 2))
 
 
 def _warm_tiles(shape: BatchShape, ops: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ for. See `shared/warm_up.py`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,14 +31,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.self_test import model_shapes
-from kvferry.shared.warm_up import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    PhaseSeconds,
-    Progress,
-    WarmPrompt,
-    warm_prompts,
-)
+from kvferry.shared.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
 
 _log = structlog.get_logger(__name__)
 
@@ -68,12 +62,10 @@ def warm_up_steps(
 ) -> None:
     """Launch the steps. No other sequence may be placed; none is afterwards."""
     seen: set[Hashable] = set()
-    seconds, sizes, num_prompts = PhaseSeconds(), batch_sizes(max_batch_size), 0
-    for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress, seconds=seconds, every_method=False):
-        num_prompts += 1
+    begin_s, sizes = time.monotonic(), batch_sizes(max_batch_size)
+    for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
         try:
-            with seconds("steps"):
-                _warm_up_prompt(model, runner, arena, prompt, sizes, seen)
+            _warm_up_prompt(model, runner, arena, prompt, sizes, seen)
         except (CapacityExceeded, InvalidRequest):
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
@@ -86,14 +78,12 @@ def warm_up_steps(
                 error=f"{type(error).__name__}: {error}",
             )
     progress(1.0, "")
-    captures = runner.captures
-    seconds.move(captures.seconds, source="steps", target="captures")
     _log.info(
         "warmed up",
-        prompts=num_prompts,
         kinds=len(seen),
-        captures=captures.number,
-        **seconds.log_fields(),
+        captures=runner.captures.number,
+        seconds=round(time.monotonic() - begin_s, 2),
+        captures_s=round(runner.captures.seconds, 2),
     )
 
 

@@ -46,8 +46,7 @@ def leverage_scores(
     if centered:
         rows = rows - rows.mean(dim=1, keepdim=True)
     if sketch != "none" and num_columns < rows.shape[2]:
-        make = gaussian_sketch if sketch == "gaussian" else srht_sketch
-        rows = rows @ make(rows.shape[2], num_columns, seed).to(rows.device)
+        rows = rows @ _sketch_on(rows.device, sketch, rows.shape[2], num_columns, seed)
     if rows.shape[1] <= rows.shape[2]:
         return rows.new_ones(rows.shape[:2])
     return solve_leverage(rows, solver)
@@ -89,13 +88,19 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+def _sketch_on(device: torch.device, sketch: Sketch, head_dim: int, num_columns: int, seed: int) -> Tensor:
+    """Phi on a device. Cached, because the host waits for a copy until the device has done all before it."""
+    make = gaussian_sketch if sketch == "gaussian" else srht_sketch
+    with torch.inference_mode(False):
+        return make(head_dim, num_columns, seed).to(device)
+
+
 def gaussian_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
-    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU. Cached: callers must not write to it."""
+    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(head_dim, num_columns, generator=generator).mul(num_columns**-0.5)
 
 
-@lru_cache(maxsize=64)
 def srht_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
     """`Phi = sqrt(n/k) D H P`: random signs D, the orthonormal Walsh-Hadamard matrix H of size n, and k of
     its columns, chosen without replacement (Compactor appendix D).
@@ -104,7 +109,7 @@ def srht_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
     matrix, because a fast transform would save nothing at a D of 128.
 
     Args: num_columns: k, 1 to D.
-    Returns: float32 `[D, k]` on the CPU. Cached: callers must not write to it.
+    Returns: float32 `[D, k]` on the CPU.
     """
     size = 1 << (head_dim - 1).bit_length()
     generator = torch.Generator().manual_seed(seed)

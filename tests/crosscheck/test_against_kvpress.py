@@ -303,7 +303,7 @@ def test_leverage_of_a_sketch_keeps_the_same_tokens(
         keys = inputs.pre_rope_keys()
         for head in range(kept.shape[0]):
             sketch = sketches[inputs.layer, head]
-            monkeypatch.setattr(leverage, "gaussian_sketch", lambda *_, sketch=sketch: sketch)
+            monkeypatch.setattr(leverage, "_sketch_on", lambda *_, sketch=sketch: sketch)
             scores = leverage.leverage_scores(
                 keys[head : head + 1],
                 sketch="gaussian",

@@ -37,23 +37,6 @@ def test_every_method_and_every_kernel_of_prefill_is_run():
 
 
 @torch.inference_mode()
-def test_decode_needs_one_method_of_each_kind_of_cache(monkeypatch):
-    compressed, compress = [], warm_up.compress_prompt
-
-    def watched(spec, resolved, layers, states):
-        compressed.append(resolved.method)
-        return compress(spec, resolved, layers, states)
-
-    monkeypatch.setattr(warm_up, "compress_prompt", watched)
-    model = SmallModel()
-    silent = lambda done, what: None  # noqa: E731
-    prompts = list(warm_up.warm_prompts(model, 67, silent, every_method=False))
-    assert compressed == [prompt.method for prompt in prompts]
-    assert {"full", "rocketkv", "h2o", "d2o", "kivi", "think", "adakv", "rdkv-hsa"} < set(compressed)
-    assert not {"snapkv", "compactor", "rocketkv-d2o", "compactor-hsa", "snapkv-kivi"} & set(compressed)
-
-
-@torch.inference_mode()
 def test_a_method_that_fails_is_left_out(monkeypatch):
     compress = warm_up.compress_prompt
 

@@ -14,13 +14,10 @@ from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.kernels.native import library as native
 from kvferry.services.decode import engine
-from kvferry.services.decode import warm_up as decode_warm_up
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.step import MAX_STEPS, StepRunner
 from kvferry.services.decode.warm_up import SAMPLING, batch_sizes
 from kvferry.shared import warm_up
-from kvferry.shared.cache.arena import sequence_layout
-from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator
 
@@ -108,23 +105,6 @@ async def test_the_first_kind_takes_every_step_even_without_a_kernel(
     assert device.num_captures == 0
 
 
-@torch.inference_mode()
-def test_prompts_of_some_methods_have_every_kind_of_cache(interpreter, small_model):
-    def kinds(**options):
-        found = {}
-        for prompt in warm_up.warm_prompts(small_model(), 67, lambda done, what: None, **options):
-            layout = sequence_layout(make_formats(small_model().spec, prompt.resolved))
-            buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
-            layers = zip(layout.layers, prompt.tensors, strict=True)
-            caches = [layer.place(buffer, tensors) for layer, tensors in layers]
-            found[prompt.method] = tuple(map(decode_warm_up._kind, caches))
-        return found
-
-    every, some = kinds(), kinds(every_method=False)
-    assert set(some.values()) == set(every.values())
-    assert len(some) < 0.6 * len(every)
-
-
 @pytest.mark.timeout(900)
 async def test_kinds_without_a_kernel_take_one_step_and_the_log_says_where_the_time_went(
     device, monkeypatch, harness
@@ -147,9 +127,8 @@ async def test_kinds_without_a_kernel_take_one_step_and_the_log_says_where_the_t
         [("graph", "", 1), ("graph", "", 2)] * 4
     )
     (entry,) = [entry for entry in logs if entry["event"] == "warmed up"]
-    assert (entry["prompts"], entry["kinds"], entry["captures"]) == (2, 2, 8)
-    assert {"prompt_s", "compression_s", "steps_s", "captures_s"} <= entry.keys()
-    assert all(entry[f"{phase}_s"] >= 0 for phase in ("prompt", "compression", "steps", "captures"))
+    assert (entry["kinds"], entry["captures"]) == (2, 8)
+    assert 0 <= entry["captures_s"] <= entry["seconds"]
     assert made.value("decode_captures_total", when="warm_up") == 8
     assert made.value("decode_captures_total", when="load") == 0
     assert await made.arena_is_free(within_s=5)
