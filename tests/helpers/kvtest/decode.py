@@ -23,6 +23,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
+from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -214,6 +215,11 @@ class Shipper:
         layers = list(zip(cache.formats, cache.layers, strict=True))
         for layer, (fmt, tensors) in list(enumerate(layers))[first:last]:
             transfer.send_layer(layer, named(fmt, tensors))
+
+    def offer(self, transfer, cache, **span):
+        """Send what will be refused; the refusal may come before the last layer is queued."""
+        with contextlib.suppress(TransferFailed, ProtocolMismatch):
+            self.send(transfer, cache, **span)
 
     def ship(self, request, ticket, **changes):
         """Blocking; returns the first token."""

@@ -119,7 +119,7 @@ async def test_a_transfer_without_a_valid_first_token_fails(begin, request_of, f
 async def test_an_index_that_does_not_ascend_fails_both_sides(begin, request_of):
     made, stream, transfer, cache = await begin(request_of(PROMPT, method="snapkv", tokens=40))
     cache.layers[0]["index"] = cache.layers[0]["index"].flip(1)
-    made.shipper.send(transfer, cache, last=1)
+    made.shipper.offer(transfer, cache, last=1)
     await assert_both_fail(made, stream, transfer.wait, TransferFailed, "must ascend", "index")
 
 
@@ -166,8 +166,7 @@ async def test_rows_that_are_not_finite_fail_both_sides_and_no_other_request(
     with torch.inference_mode():
         cache.layers[0][name] = cache.layers[0][name].clone()
         cache.layers[0][name].view(-1)[-1] = torch.nan
-    with contextlib.suppress(TransferFailed):  # at once, where the refusal comes early
-        made.shipper.send(transfer, cache, last=1)
+    made.shipper.offer(transfer, cache, last=1)
     match = f"layer 0: 1 of .* {name} are not finite"
     await assert_both_fail(made, stream, transfer.wait, TransferFailed, match, "not_finite")
     assert made.value("receive_failed_total", reason="not_finite") == 1
@@ -182,7 +181,7 @@ async def test_another_layout_version_is_a_mismatch_on_both_sides(begin, request
     made, stream, transfer, cache = await begin(request_of(PROMPT, method="rdkv", tokens=40))
     with torch.inference_mode():
         cache.layers[0]["layout"][0] += 1
-    made.shipper.send(transfer, cache, last=1)
+    made.shipper.offer(transfer, cache, last=1)
     match = "layer 0: it is packed in layout version"
     await assert_both_fail(made, stream, transfer.wait, ProtocolMismatch, match, "layout_version")
 
@@ -193,7 +192,7 @@ async def test_packed_bytes_that_no_packer_writes_fail_both_sides(begin, request
         packed = cache.formats[1].packed(cache.layers[1])
         packed.heads[1].positions[0] = 100
         cache.layers[1] = packed_tensors(packed)
-    made.shipper.send(transfer, cache)
+    made.shipper.offer(transfer, cache)
     await assert_both_fail(made, stream, transfer.wait, TransferFailed, "positions of head 1", "packed")
 
 
@@ -216,7 +215,7 @@ async def test_scores_that_no_attention_sums_to_fail_both_sides(begin, request_o
     made, stream, transfer, cache = await begin(request_of(PROMPT, method="h2o", tokens=40))
     with torch.inference_mode():
         cache.layers[1]["state"][7] = number
-    made.shipper.send(transfer, cache)
+    made.shipper.offer(transfer, cache)
 
     def finish(timeout_s):  # the refusal may come before the end is queued
         transfer.finish(end_with(cache.first_token))
