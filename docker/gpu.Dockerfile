@@ -58,7 +58,7 @@ ENV PATH=/opt/kvferry/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models \
 RUN python /usr/local/lib/kvferry/sbom.py > /usr/local/lib/kvferry/sbom.cdx.json
 USER 10001:10001
 VOLUME /models
-HEALTHCHECK --interval=10s --timeout=10s --start-period=600s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=10s --start-period=600s --retries=3 \
     CMD ["python", "-I", "/usr/local/lib/kvferry/healthcheck.py"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["container-entrypoint"]

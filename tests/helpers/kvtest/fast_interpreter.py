@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter faster: what it works out anew for every launch and value is kept.
+"""Makes Triton's interpreter faster: what it works out anew for every launch and value is kept, and what it
+works out for nobody is left out.
 
 It computes the same. Without this most of the time of tests that interpret kernels goes into looking for the
 functions of `triton.language` that are to be replaced, which it does at every launch and at every call of a
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from typing import Any
 
 
 def install() -> None:
     """Replace parts of Triton's interpreter in this process, once; nothing if there is no Triton."""
     try:
-        from triton.language import core
+        from triton.language import core, semantic
         from triton.runtime import interpreter
     except ImportError:
         return
@@ -24,6 +26,9 @@ def install() -> None:
     _keep_builtins(core, interpreter)
     _keep_numpy_dtypes(core, interpreter)
     _keep_shapes(core)
+    _keep_languages(interpreter)
+    _leave_out_overflows(semantic)
+    _leave_alone_equal_shapes(semantic)
 
 
 def _keep_builtins(core: Any, interpreter: Any) -> None:
@@ -100,3 +105,51 @@ def _keep_shapes(core: Any) -> None:
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda *_: None)
     core.block_type.__init__ = make_type
     core.tensor.__init__ = make_tensor
+
+
+def _keep_languages(interpreter: Any) -> None:
+    """Replace what kernels call once a launch, not again at each function that a kernel calls."""
+    plain, of_functions, here = interpreter._patch_lang, {}, threading.local()
+
+    def patch(function: Any) -> Any:
+        if function not in of_functions:
+            seen = [its for its in function.__globals__.values() if inspect.ismodule(its)]
+            of_functions[function] = {id(its) for its in seen if its in (interpreter.tl, interpreter.tl.core)}
+        before, own = getattr(here, "replaced", set()), of_functions[function]
+        if own and own <= before:
+            return interpreter._LangPatchScope()
+        scope = plain(function)
+        here.replaced, restore = before | own, scope.restore
+
+        def restored() -> None:
+            restore()
+            here.replaced = before
+
+        scope.restore = restored
+        return scope
+
+    interpreter._patch_lang = patch
+
+
+def _leave_out_overflows(semantic: Any) -> None:
+    """Look for overflows only where somebody is told: without debug, a kernel's asserts do nothing."""
+    plain = semantic.TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug:
+            plain(self, lhs, rhs, binary_op)
+
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _leave_alone_equal_shapes(semantic: Any) -> None:
+    """Broadcast only what has another shape; equal ones are the same object (`_keep_shapes`)."""
+    plain = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape is right.shape:
+            return lhs, rhs
+        return plain(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kvtest import faulty_kernels
+from kvtest.command import kvferry
 from kvtest.redis_server import RedisServer
 
 from kvferry.kernels import dispatch, quarantine
@@ -22,11 +23,6 @@ from kvferry.tools.doctor.report import Finding, as_json, as_table, guarded, is_
 CPU = torch.device("cpu")
 
 
-def doctor(*options: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("kvferry")), "doctor", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, env=environ, check=False)
-
-
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Triton's interpreter, as on a user's machine."""
@@ -35,7 +31,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clean_environment")
 def test_a_cpu_machine_is_well_and_the_report_is_json(redis_server: RedisServer) -> None:
-    done = doctor("--json", "--history-redis", redis_server.url)
+    command = [
+        Path(sys.executable).with_name("kvferry"),
+        "doctor",
+        "--json",
+        "--history-redis",
+        redis_server.url,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["is_well"]
@@ -63,7 +66,7 @@ def test_a_cpu_machine_is_well_and_the_report_is_json(redis_server: RedisServer)
 def test_a_device_that_is_not_there_and_an_unreachable_redis_fail_with_advice() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = doctor("--device", "cuda", "--history-redis", "redis://127.0.0.1:1/0")
+    done = kvferry("doctor", "--device", "cuda", "--history-redis", "redis://127.0.0.1:1/0")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert any(line.startswith("device") and " fail " in line for line in lines)
@@ -72,10 +75,9 @@ def test_a_device_that_is_not_there_and_an_unreachable_redis_fail_with_advice() 
     assert lines[-1].endswith("wrong")
 
 
-@pytest.mark.usefixtures("clean_environment")
 @pytest.mark.parametrize("options", [("--model", "/nowhere"), ("--device", "tpu")])
 def test_options_that_mean_nothing_are_refused(options: tuple[str, ...]) -> None:
-    assert doctor(*options).returncode == 2
+    assert kvferry("doctor", *options).returncode == 2
 
 
 def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
 """Images that cannot be pulled, stood in for: one Debian base with the same programs under their names.
 
 Python, Redis and Prometheus come from Debian, wheels from the environment that runs the tests, so nothing is
-fetched twice. The Dockerfiles build on it unchanged.
+fetched twice. The Dockerfiles build on it unchanged. `python -m kvtest.containers.stand_ins` makes it ahead.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +21,8 @@ from typing import Any
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.tags import parse_tag, sys_tags
+
+from kvtest.containers.engine import why_impossible
 
 REPOSITORY = Path(__file__).parents[4]
 PACKAGES = ("python3", "python3-venv", "python3-pip-whl", "ca-certificates", "redis-server", "prometheus")
@@ -28,6 +33,7 @@ PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SUPPORTED = frozenset(sys_tags())
 BASE_TIMEOUT_S = 900.0
+CACHE = Path(sys.prefix) / "stand-in-base"
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/prometheus/*")
 
 
@@ -36,15 +42,11 @@ class NoBase(RuntimeError):
 
 
 def make(engine: Any) -> None:
-    """Import the base, and tag it as every image that the stack takes from elsewhere."""
+    """Import the base, and tag it as every image that the stack takes from elsewhere. Raises NoBase."""
     compose = (REPOSITORY / "docker-compose.yml").read_text(encoding="utf-8")
     dockerfile = (REPOSITORY / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8")
     (python,) = set(re.findall(r"^FROM (\S+:\S+)", dockerfile, flags=re.MULTILINE))
-    wheels = engine.folder / "wheels"
-    make_wheelhouse(wheels)
-    base = make_base(engine.folder, wheels)
-    engine.docker("import", "--change", f"ENV {PATH}", str(base), python, timeout_s=BASE_TIMEOUT_S)
-    base.unlink()
+    engine.docker("import", "--change", f"ENV {PATH}", str(base()), python, timeout_s=BASE_TIMEOUT_S)
     for name, instructions in (
         ("redis", ""),
         ("prom/prometheus", 'USER 65534\nENTRYPOINT ["/bin/prometheus"]'),
@@ -56,22 +58,41 @@ def make(engine: Any) -> None:
 # ---- the base --------------------------------------------------------------------------------------------
 
 
-def make_base(folder: Path, wheels: Path) -> Path:
-    """A Debian file system as a tar archive, with the machine's own mirrors. Raises NoBase."""
-    base, extra = folder / "base.tar", folder / "extra.tar"
+def base() -> Path:
+    """A Debian file system as a tar archive, made once for what this environment holds. Raises NoBase."""
+    names = _needed([Requirement(line) for line in _requirements()])
+    found = {name: distribution for name in names if (distribution := _installed(name))}
+    key = hashlib.sha256(Path(__file__).read_bytes())
+    key.update(repr([(name, found[name].version if name in found else "") for name in names]).encode())
+    path = CACHE / f"{key.hexdigest()[:16]}.tar"
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            for old in CACHE.glob("*.tar"):
+                old.unlink()
+            with tempfile.TemporaryDirectory(prefix="kvferry-base-") as folder:
+                wheels = Path(folder) / "wheels"
+                _make_wheelhouse(wheels, found, [name for name in names if name not in found])
+                _make_base(Path(folder), wheels).replace(path)
+    return path
+
+
+def _make_base(folder: Path, wheels: Path) -> Path:
+    """It comes from the machine's own mirrors."""
+    made, extra = CACHE / "part", folder / "extra.tar"
     _write_extra(extra, wheels)
     source = next((path for path in DEBIAN_SOURCES if Path(path).is_file()), None)
     command = [
-        "mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}",
+        "mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", f"--include={','.join(PACKAGES)}",
         "--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT),
         f"--aptopt={_apt_configuration(folder)}",
-        f"--customize-hook=tar-in {extra} /", RELEASE, str(base), *([source] if source else []),
+        f"--customize-hook=tar-in {extra} /", RELEASE, str(made), *([source] if source else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=BASE_TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise NoBase(f"mmdebstrap failed:\n{done.stderr[-4000:]}")
-    extra.unlink()
-    return base
+    return made
 
 
 def _apt_configuration(folder: Path) -> Path:
@@ -104,27 +125,31 @@ def _write_extra(path: Path, wheels: Path) -> None:
 # ---- wheels ----------------------------------------------------------------------------------------------
 
 
-def make_wheelhouse(folder: Path) -> None:
-    """Wheels of everything that the image installs: from this environment where it is there, else by pip."""
-    folder.mkdir()
-    listed = subprocess.run(
+def _requirements() -> list[str]:
+    return subprocess.run(
         [sys.executable, REPOSITORY / "docker" / "requirements.py"],
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
-    missing = []
-    for name in _needed([Requirement(line) for line in listed.splitlines()]):
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            missing.append(name)
-            continue
+    ).stdout.splitlines()  # fmt: skip
+
+
+def _installed(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _make_wheelhouse(folder: Path, found: dict[str, metadata.Distribution], missing: list[str]) -> None:
+    """Wheels of everything that the image installs: from this environment where it is there, else by pip."""
+    folder.mkdir()
+    for distribution in found.values():
         _pack(distribution, folder)
     if missing:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder,
-             *missing],
-            check=True, timeout=600,
-        )  # fmt: skip
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *missing],
+            check=True,
+            timeout=600,
+        )
 
 
 def _needed(roots: list[Requirement]) -> list[str]:
@@ -142,10 +167,8 @@ def _needed(roots: list[Requirement]) -> list[str]:
                 continue
             seen.add((requirement.name, wanted))
             names[requirement.name] = None
-            try:
-                further = metadata.requires(requirement.name) or []
-            except metadata.PackageNotFoundError:
-                continue
+            distribution = _installed(requirement.name)
+            further = (distribution.requires if distribution else None) or []
             waiting += [(Requirement(line), wanted) for line in further]
     return list(names)
 
@@ -170,3 +193,10 @@ def _pack(distribution: metadata.Distribution, folder: Path) -> None:
             archive.write(str(path.locate()), str(path))
         record = "".join(f"{path},,\n" for path in (*files, f"{described}/RECORD"))
         archive.writestr(f"{described}/RECORD", record)
+
+
+if __name__ == "__main__" and not why_impossible():
+    try:
+        base()
+    except (NoBase, OSError, subprocess.SubprocessError) as error:
+        print(f"the containers' base could not be made ahead: {error}", file=sys.stderr)  # noqa: T201
