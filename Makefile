@@ -19,7 +19,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 LM_EVAL := $(VENV)-lm-eval/bin/lm_eval
 SCHEMATHESIS := $(VENV)-schemathesis/bin/schemathesis
 ATHERIS := $(VENV)-atheris

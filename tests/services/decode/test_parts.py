@@ -161,6 +161,8 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
         tokens = tokens_of(caches[1], await rest(stream))
         with pytest.raises(KvferryError):  # it is told that its request was cancelled
             await asyncio.to_thread(transfer.wait, 60)
+        while any(part.key in made.shipper.sender._transfers for part in transfer._parts):
+            await asyncio.sleep(0.01)
         late = made.shipper.open(dataclasses.replace(cancelled, request_id="late"), old_ticket)
         with pytest.raises(LeaseExpired):
             late.wait(20)
