@@ -92,13 +92,15 @@ async def wait_for_signal() -> signal.Signals:
     """Wait for SIGINT or SIGTERM and return it. A second signal has its usual effect and ends the process."""
     loop = asyncio.get_running_loop()
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    earlier = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
         loop.add_signal_handler(number, received.put_nowait, number)
     try:
         return await received.get()
     finally:
-        for number in _SIGNALS:
+        for number, handler in earlier.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def serve_until_signal(role: str, addresses: Mapping[str, str], ready_file: str) -> None:

@@ -8,6 +8,8 @@ Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -42,6 +44,9 @@ app.register_install_completion_command()
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; ends the process with an exit code."""
+    # The first process of a container has no default actions: the kernel drops what it has no handler for.
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     run_app(app, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -223,6 +223,13 @@ def test_a_stream_under_way_ends_whole_when_its_router_is_told_to_stop(stack: An
 
 
 def test_services_end_by_themselves_when_they_are_stopped(stack: Any) -> None:
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"{stack.base_url}/ready", timeout=30).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    eventually(is_ready, "the router is back")
     stack.compose("stop", timeout_s=900)
     containers = stack.containers()
     codes = {service: containers[service]["State"]["ExitCode"] for service in SERVICES}

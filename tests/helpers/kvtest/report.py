@@ -1,7 +1,7 @@
 """Writes what a run of the tests came to: `pytest --report FILE`.
 
 The file is JSON: the commit, the lane, how many tests passed, failed and skipped, why they skipped, how long
-it took, and which tests took longest. A second run of the same commit and lane is added to what the file has.
+it took, and which tests took longest.
 """
 
 from __future__ import annotations
@@ -55,22 +55,8 @@ class _Report:
             "skips": dict(Counter(_reason(report) for report in stats.get("skipped", ()))),
             "slowest": [[round(took_s, 2), name] for name, took_s in seconds.most_common(NUM_SLOWEST)],
         }
-        if self._path.exists():
-            run = _added(json.loads(self._path.read_text(encoding="utf-8")), run)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-
-
-def _added(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Two runs as one, or the later one if they are of different commits or lanes."""
-    if any(earlier[name] != run[name] for name in ("commit", "lane")):
-        return run
-    return run | {
-        "counts": dict(Counter(earlier["counts"]) + Counter(run["counts"])),
-        "seconds": round(earlier["seconds"] + run["seconds"], 1),
-        "skips": dict(Counter(earlier["skips"]) + Counter(run["skips"])),
-        "slowest": sorted([*earlier["slowest"], *run["slowest"]], reverse=True)[:NUM_SLOWEST],
-    }
 
 
 def _reason(report: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,34 @@ def test_one_environment_may_hold_variables_of_every_service() -> None:
     assert done.stderr == (
         "kvferry decode: --max-batch-size is '0'; input should be greater than or equal to 1\n"
     )
+
+
+STOPPED_WHILE_IT_STARTS = """
+import os, signal, sys
+
+
+class Stop:
+    def find_spec(self, name, path, target=None):
+        if name == "kvferry.services.router.server":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+sys.meta_path.insert(0, Stop())
+from kvferry.services.launcher.cli import main
+main()
+"""
+
+
+def test_a_service_that_is_told_to_stop_while_it_starts_ends_as_process_1_of_a_container_too() -> None:
+    namespace = ("unshare", "--pid", "--fork", "--map-root-user", "--kill-child")
+    if subprocess.run([*namespace, "true"], timeout=60, check=False, capture_output=True).returncode != 0:
+        pytest.skip("the kernel refuses namespaces of processes")
+    command = [*namespace, sys.executable, "-c", STOPPED_WHILE_IT_STARTS, "router", "--insecure"]
+    done = subprocess.run(
+        [*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def call(*arguments: str) -> object:
