@@ -17,7 +17,7 @@ from kvtest import fast_interpreter
 from kvtest.redis_server import RedisServer
 from kvtest.tiny_models import make_model
 
-from kvferry.kernels import quarantine
+from kvferry.kernels import dispatch, quarantine
 from kvferry.models import DEMO_MODEL
 
 pytest_plugins = ("kvtest.lanes", "kvtest.report")
@@ -31,6 +31,15 @@ def no_kernel_stays_in_quarantine() -> Iterator[None]:
     found = quarantine.quarantined()
     quarantine.release_all()
     assert not found, f"the test left kernels in quarantine: {found}"
+
+
+@pytest.fixture(autouse=True)
+def kernels_stay_as_they_are_configured() -> Iterator[None]:
+    """The mode is the process's, so all later tests would run in it."""
+    before = dispatch._state.mode
+    yield
+    after, dispatch._state.mode = dispatch._state.mode, before
+    assert after == before, f"the test left kernels in mode {after}"
 
 
 @pytest.fixture(autouse=True)

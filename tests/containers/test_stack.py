@@ -27,7 +27,7 @@ WAIT_S = 240.0
 FACT = "the quiet doctor visited the green market . remember that the pin of the red castle is 4 2 7 1 ."
 QUESTION = "what is the pin of the red castle ?"
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.random_order(disabled=True)]
 
 
 @pytest.fixture(scope="module")

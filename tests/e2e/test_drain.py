@@ -35,6 +35,9 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 
+# Workers that a test stops are gone for those after it.
+pytestmark = pytest.mark.random_order(disabled=True)
+
 NUM_STREAMS = 32
 NUM_PROMPTS = 4
 NUM_TOKENS = 40

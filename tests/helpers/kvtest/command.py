@@ -1,22 +1,38 @@
-"""`kvferry` commands in the tests' own process: importing torch in another one takes seconds."""
+"""`kvferry` commands in forked processes: importing torch in one of its own takes seconds."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import importlib
+import os
 import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from kvferry.services.launcher.cli import main
+from kvtest.forked import Forked
+
+TIMEOUT_S = 250.0
 
 
-def kvferry(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts no service, and return its exit code and output."""
-    output, errors = io.StringIO(), io.StringIO()
-    code: object = 0
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            main(list(arguments))
-        except SystemExit as ended:
-            code = ended.code or 0
-    assert isinstance(code, int), code
-    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+def kvferry(*arguments: str, changes: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its exit code and output.
+
+    Args: changes: what attributes of modules are in that process, by their dotted names.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-command-") as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        command = Forked(
+            partial(_main, dict(changes or {})), arguments, log=output, errors=errors, environment=os.environ
+        )
+        code = command.wait(TIMEOUT_S)
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
+
+
+def _main(changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(importlib.import_module(module), attribute, value)
+    main()

@@ -31,6 +31,7 @@ class Forked:
     Args:
         main: what runs in it, with `sys.argv[1:]` as given; it may raise SystemExit.
         log: where its output is appended; None: it goes where that of the tests goes.
+        errors: where what it writes to standard error is appended; None: to the log.
         environment: all of its variables.
     """
 
@@ -40,6 +41,7 @@ class Forked:
         arguments: Sequence[str],
         *,
         log: Path | None,
+        errors: Path | None = None,
         environment: Mapping[str, str],
     ) -> None:
         context = process_context("cpu")
@@ -50,7 +52,7 @@ class Forked:
             args=(
                 main,
                 [str(argument) for argument in arguments],
-                log,
+                (log, errors or log),
                 dict(environment),
                 parent._forkserver_address,
             ),
@@ -87,15 +89,15 @@ class Forked:
 def _run(
     main: Callable[[], None],
     arguments: Sequence[str],
-    log: Path | None,
+    logs: Sequence[Path | None],
     environment: Mapping[str, str],
     forkserver_address: str,
 ) -> None:
-    if log is not None:
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for stream in (1, 2):
+    for stream, log in enumerate(logs, start=1):
+        if log is not None:
+            output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.dup2(output, stream)
-        os.close(output)
+            os.close(output)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["kvferry", *arguments]

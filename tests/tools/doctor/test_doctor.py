@@ -75,6 +75,7 @@ def test_a_device_that_is_not_there_and_an_unreachable_redis_fail_with_advice() 
     assert lines[-1].endswith("wrong")
 
 
+@pytest.mark.usefixtures("clean_environment")
 @pytest.mark.parametrize("options", [("--model", "/nowhere"), ("--device", "tpu")])
 def test_options_that_mean_nothing_are_refused(options: tuple[str, ...]) -> None:
     assert kvferry("doctor", *options).returncode == 2

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from kvtest.command import kvferry
 
-from kvferry.tools.plan import measure
-
 
 def test_the_table_has_each_method_and_says_that_times_are_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -42,13 +40,13 @@ def test_bounds_that_cannot_be_met_are_code_1_and_mistakes_code_2() -> None:
     assert "--methods has 'snapkw'" in done.stderr
 
 
-def test_a_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_ALONE", 2)
-    monkeypatch.setattr(measure, "_ANSWER", {1: 6, 4: 6})
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path) -> None:
+    measure = "kvferry.tools.plan.measure"
     file = tmp_path / "machine.json"
     done = kvferry(
         "calibrate", "machine", "--lengths", "64,128,256", "--rounds", "1", "--methods", "snapkv",
         "--machine-name", "mine", "--machine-file", str(file),
+        changes={f"{measure}._ALONE": 2, f"{measure}._ANSWER": {1: 6, 4: 6}},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
