@@ -27,7 +27,7 @@ def git(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def clone(sources: Path, tmp_path: Path) -> Path:
     """The repository as it is here, as one commit of a repository of its own."""
-    return Path(shutil.copytree(sources, tmp_path / "clone"))
+    return Path(shutil.copytree(sources, tmp_path / "clone", symlinks=True))
 
 
 @pytest.fixture(scope="module")
