@@ -35,7 +35,7 @@ from kvtest.planted_faults import PLANTED_FAULTS, PlantedFault, plant  # noqa: E
 
 OUTPUT = ROOT / "benchmarks" / "results" / "planted-faults" / "latest.json"
 LIMIT_S = 3600.0
-FAST_LANE = ("-x", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+FAST_LANE = ("-x", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 LEFT_OUT = ("tests/containers", "tests/benchmarks/test_planted_faults.py")
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 """pytest's exit codes; xdist ends with the last one where `-x` stops it."""

@@ -63,7 +63,7 @@ def chat(url: str, *lines: str, options: tuple[str, ...] = ()) -> subprocess.Com
 def test_a_session_continues_over_turns_with_only_new_messages_sent(url: str) -> None:
     done = chat(
         url,
-        f"{DOCUMENT} what is the pin of the red castle ?",
+        f"the quiet doctor visited the green market . {DOCUMENT} what is the pin of the red castle ?",
         "what is the access code of the blue lighthouse ?",
         options=("--session", "piped", "--max-tokens", "16", "--method", "rocketkv"),
     )
