@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from kvtest.triton_guard import GuardError, guarded
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.interpreter import InterpreterError
 
 
@@ -47,6 +48,17 @@ def test_a_load_outside_every_tensor_is_named_with_its_line() -> None:
         pytest.raises(InterpreterError, match="outside any tensor"),
     ):
         _copy_kernel[(3,)](source, target, 20, 1 << 40, BLOCK=8)
+
+
+def test_a_load_from_a_tensor_that_is_no_argument_passes_beside_tensors_without_memory() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(20)
+    source, other, target = torch.zeros(20), torch.arange(20.0), torch.zeros(20)
+    shift = (other.data_ptr() - source.data_ptr()) // source.element_size()
+    with guarded(seed=0):
+        _copy_kernel[(3,)](source, target, 20, shift, BLOCK=8)
+    assert torch.equal(other, target)
+    assert isinstance(fake, FakeTensor)
 
 
 def test_two_programs_that_store_to_one_place_are_found() -> None:
