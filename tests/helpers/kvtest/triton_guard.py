@@ -6,7 +6,6 @@ the same bytes, that needs its programs in one order, or that reads memory nobod
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import sys
@@ -28,6 +27,8 @@ from kvtest import fast_interpreter
 
 _OWN_FILES = (str(Path(triton.__file__).parent), __file__, fast_interpreter.__file__)
 Addresses = NDArray[np.uint64]
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensors with memory of their own; other classes wrap some of these, or stand for none."""
 
 
 class GuardError(AssertionError):
@@ -160,7 +161,7 @@ class _Launch:
             return 0
         # descriptors may lead from one buffer to another; few launches do, and the search is slow
         if self._alive is None:
-            self._alive = _ranges(o for o in gc.get_objects() if issubclass(type(o), Tensor))
+            self._alive = _ranges(o for o in gc.get_objects() if type(o) in _PLAIN)
         return int((~_inside(others, size, *self._alive)).sum())
 
     def conflict(self) -> str | None:
@@ -238,8 +239,7 @@ def _ranges(tensors: Iterable[Tensor]) -> tuple[Addresses, Addresses]:
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            with contextlib.suppress(RuntimeError):  # a fake tensor has no memory
-                found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     joined: list[list[int]] = []
     for start, stop in sorted(found):
         if joined and start <= joined[-1][1]:
