@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benchmarks" / "results" / "test-time" / "latest.json"
 STAGES = {
     "environment": "",
-    "checks": "mypy",
+    "checks": "/mypy ",
     "tests": "test session starts",
 }
 """By what the first line of each has in it."""

@@ -85,6 +85,9 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
     assert ended.reused == len(first) + (0 if has_states else NUM_NEW // 2)
 
 
+@pytest.mark.parametrize(
+    "folder", some(FAMILIES, "llama", "gpt_oss", "gemma3n_text", "deepseek_v3", "qwen3_next"), indirect=True
+)
 async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: Path) -> None:
     generator, prompt = OneProcessGenerator(pair.model), prompt_of(4 * WINDOW, seed=1)
     methods, sampling = applicable_methods(pair.model.spec.layers), greedy(NUM_NEW // 8)
