@@ -50,7 +50,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
 
-# Three workers on two processors: a test in three waits for something.
+# Tests wait for one another's processes: two workers leave a fifth of two processors idle.
 define run_tests
 	$(if $(STRESS),for loop in 1 2; do $(PYTHON) -c 'while True: pass' & loops="$$loops $$!"; done; trap 'kill $$loops' EXIT;) \
 	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report $(REPORT)) $(1)

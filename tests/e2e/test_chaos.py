@@ -19,7 +19,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 
 pytestmark = pytest.mark.timeout(1200)
 
-NUM_FAULTS, ALL_FAULTS = 10, 300
+NUM_FAULTS, ALL_FAULTS = 15, 300
 MAX_ROUNDS = 60
 FIRST_SEED = 1
 MAX_TOKENS = (12, 24, 48)
