@@ -23,7 +23,7 @@ _spec.loader.exec_module(walk)
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("walk") / "walk.json"
-    printed = run_benchmark("walk.py", "--requests", "3", "--output", output)
+    printed = run_benchmark("walk.py", "--requests", "8", "--output", output)
     found: dict[str, Any] = json.loads(output.read_text())
     for method, counted in found["methods"].items():
         assert f"{method}: {counted['files']} files, {counted['calls']} calls" in printed
