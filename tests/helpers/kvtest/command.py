@@ -24,8 +24,9 @@ def kvferry(*arguments: str, changes: Mapping[str, Any] | None = None) -> subpro
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-command-") as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
         command = Forked(
-            partial(_main, dict(changes or {})), arguments, log=output, errors=errors, environment=os.environ
+            partial(_main, dict(changes or {})), arguments, log=output, errors=errors, environment=clean
         )
         code = command.wait(TIMEOUT_S)
         return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())

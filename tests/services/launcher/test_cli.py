@@ -60,14 +60,33 @@ main()
 """
 
 
-def test_a_service_that_is_told_to_stop_while_it_starts_ends_as_process_1_of_a_container_too() -> None:
+STOPPED_TWICE = """
+import asyncio, os, signal
+from kvferry.services.launcher import cli
+from kvferry.shared import serving
+
+
+async def serve():
+    stopped = asyncio.create_task(serving.wait_for_signal())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stopped
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(30)
+
+
+cli.run_app = lambda app, arguments: asyncio.run(serve())
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("script", [STOPPED_WHILE_IT_STARTS, STOPPED_TWICE], ids=["while it starts", "twice"])
+def test_a_service_that_is_process_1_of_a_container_ends_at_once_when_it_is_stopped(script: str) -> None:
     namespace = ("unshare", "--pid", "--fork", "--map-root-user", "--kill-child")
     if subprocess.run([*namespace, "true"], timeout=60, check=False, capture_output=True).returncode != 0:
         pytest.skip("the kernel refuses namespaces of processes")
-    command = [*namespace, sys.executable, "-c", STOPPED_WHILE_IT_STARTS, "router", "--insecure"]
-    done = subprocess.run(
-        [*command, "--listen", "127.0.0.1:0"], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [*namespace, sys.executable, "-c", script, "router", "--insecure", "--listen", "127.0.0.1:0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert "Traceback" not in done.stderr
 
