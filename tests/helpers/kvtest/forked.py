@@ -1,7 +1,7 @@
 """Processes forked from one that has imported the services' libraries: a start takes a tenth of the CPU time.
 
 They are processes as any others: with their own environment, output, threads and sockets. Services that
-`kvferry serve` starts in such a process are forked from the same one.
+`kvferry serve` starts in such a process are forked from the same one, and so are a worker's other ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvferry.services.launcher import process
 from kvferry.services.launcher.child import run_service
 from kvferry.services.launcher.process import process_context
-from kvferry.shared.model.parallel import follower
+from kvferry.shared.model.parallel import follower, lead
 
 
 class Forked:
@@ -76,8 +78,10 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
+        # the fork server learns of an end before this process does
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -116,6 +120,7 @@ def _share_forkserver(address: str, environment: Mapping[str, str]) -> None:
     server._forkserver_address = address
     server.ensure_running = lambda: None
     process.run_service = partial(_run_service, dict(environment))  # type: ignore[assignment]
+    lead.subprocess = forking()
 
 
 def _run_service(
@@ -129,13 +134,15 @@ def _run_service(
     run_service(arguments, variables, lifeline)
 
 
-def fork_follower(
+def forking() -> Any:
+    """The module `subprocess` for `shared/model/parallel/lead.py`, with followers that are forked."""
+    return SimpleNamespace(**vars(subprocess) | {"Popen": _fork_follower})
+
+
+def _fork_follower(
     command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
 ) -> Forked:
-    """Start a follower of `shared/model/parallel/lead.py`, in place of `subprocess.Popen`.
-
-    Args: command: of Python, which ends with the descriptors and the follower's class.
-    """
+    """Args: command: of Python, which ends with the descriptors and the follower's class."""
     descriptors = [reduction.DupFd(descriptor) for descriptor in pass_fds]
     return Forked(partial(_follow, descriptors), command[-1:], log=None, environment=env)
 

@@ -3,11 +3,9 @@ at a tie in rounding."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_mod
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvtest.decode import Harness, serialise_prefill
-from kvtest.forked import fork_follower
+from kvtest.forked import forking
 
 SETTINGS = DecodeConfig(tensor_parallel=2)
 TIE = 1e-3
@@ -35,8 +33,7 @@ def in_ranks(folder: Path, num_ranks: int, follower_class: str = DECODE_RANK) ->
     """A model in so many ranks of decode or prefill, one thread each; no rank may be lost meanwhile."""
     lost: list[Exception] = []
     with pytest.MonkeyPatch.context() as patch:
-        forking = SimpleNamespace(**vars(subprocess) | {"Popen": fork_follower})
-        patch.setattr(lead, "subprocess", forking)
+        patch.setattr(lead, "subprocess", forking())
         model = load_parallel_model(
             folder,
             name="m",

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 
 import pytest
 from kvtest.decode import Shipper
+from kvtest.processes import started
 
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
@@ -19,32 +17,15 @@ from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel
 from kvferry.tools.oracle import OneProcessGenerator
 
-PROGRAM = """
-import asyncio, sys
-from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.server import run
-asyncio.run(run(DecodeConfig(ready_file=sys.argv[1], threads=1, device="cpu", arena_bytes=64 << 20)))
-"""
-START_TIMEOUT_S = 200
 STOP_TIMEOUT_S = 60
 
 
 @pytest.fixture
 def worker(tmp_path):
     """A running worker's process and addresses."""
-    ready_file = tmp_path / "ready.json"
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(ready_file)])
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ready_file.exists():
-            assert process.poll() is None, "the worker ended before it was ready"
-            assert time.monotonic() < deadline, "the worker was not ready in time"
-            time.sleep(0.05)
-        yield process, json.loads(ready_file.read_text())
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(STOP_TIMEOUT_S)
+    options = ("--threads", "1", "--device", "cpu", "--arena-bytes", "64MiB")
+    with started(tmp_path, "decode", *options) as wait:
+        yield wait()
 
 
 def scrape(info):
@@ -54,7 +35,7 @@ def scrape(info):
 
 
 async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, request_of):
-    process, info = worker
+    info = worker.addresses
     assert info["service"] == "decode"
     model = load_model("demo", device="cpu")
     sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=1 << 24, timeout_s=20)
@@ -91,5 +72,5 @@ async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, r
     finally:
         await client.close()
         sender.close()
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, STOP_TIMEOUT_S) == 0
+    worker.popen.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.popen.wait, STOP_TIMEOUT_S) == 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
-import sys
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kvtest.processes import started
 
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -26,13 +25,6 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.zmq import ZmqListeningChannel
-
-_COMMAND = """
-import asyncio, sys
-from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.server import run
-asyncio.run(run(PrefillConfig(ready_file=sys.argv[1], threads=1, max_model_len=1024)))
-"""
 
 
 class CountingSink:
@@ -59,23 +51,14 @@ class CountingSink:
         raise AssertionError(f"transfer {key} was aborted: {reason}")
 
 
-async def wait_for_file(path: Path, process: asyncio.subprocess.Process) -> dict[str, str]:
-    for _ in range(1200):
-        if path.exists():
-            return dict(json.loads(path.read_text()))
-        assert process.returncode is None, "the worker ended before it listened"
-        await asyncio.sleep(0.1)
-    raise AssertionError("the worker did not listen in time")
-
-
 @pytest.mark.timeout(180)
 async def test_a_prompt_goes_through_the_process_and_a_signal_ends_it(tmp_path: Path) -> None:
-    ready = tmp_path / "ready.json"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _COMMAND, str(ready), env=os.environ)
     sink = CountingSink()
     decode = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), sink)
-    try:
-        info = await wait_for_file(ready, process)
+    options = ("--threads", "1", "--device", "cpu", "--max-model-len", "1024")
+    with closing(decode), started(tmp_path, "prefill", *options) as wait:
+        worker = await asyncio.to_thread(wait)
+        info = worker.addresses
         assert info["service"] == "prefill"
         client = GrpcPrefillClient(info["address"])
         status = await client.status(timeout_s=30)
@@ -117,10 +100,5 @@ async def test_a_prompt_goes_through_the_process_and_a_signal_ends_it(tmp_path: 
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         assert 'kvferry_prefill_tokens_total{model="demo"} 40.0' in text
         await client.close()
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        decode.close()
+        worker.popen.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.popen.wait, 30) == 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from kvtest.command import kvferry
 from kvtest.ports import free_port
 from kvtest.stack import Stack, serving
 
@@ -24,8 +22,6 @@ from kvferry.tools.bench.prompts import PromptMaker
 from kvferry.tools.bench.runner import Run
 from kvferry.tools.bench.server import Server
 
-COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "bench")
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Stack]:
@@ -36,11 +32,8 @@ def served() -> Iterator[Stack]:
 def test_the_command_writes_what_it_measured(served: Stack, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = "--mix 130:6@2,190:4 --conversations 6 --total-bound-s 1min --method snapkv --plots"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    done = subprocess.run(
-        [*COMMAND, "--url", served.base_url, *options.split(), "--token-budget", "64", "--out", str(out)],
-        env=clean, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    given = ("--url", served.base_url, *options.split(), "--token-budget", "64", "--out", str(out))
+    done = kvferry("bench", *given)
     assert done.returncode == 0, done.stderr
     assert "output tokens a second" in done.stdout
     result = json.loads((out / "results.json").read_text())
