@@ -22,7 +22,7 @@ import kvtest.control as kit
 import pytest
 from kvtest.documents import make_document
 from kvtest.processes import Process, started
-from kvtest.wire import eventually
+from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -85,8 +85,8 @@ def running(folder: Path, shutdown_timeout_s: float) -> Iterator[Services]:
         )
         router = stack.enter_context(started(folder, "router", "--listen", "127.0.0.1:0", *options))()
         services = Services(prefill=workers[:2], decode=workers[2:], router=router)
-        assert eventually(lambda: httpx.get(f"{services.url}/ready", timeout=30).status_code == 200, WAIT_S)
-        assert eventually(lambda: all(ready(worker) for worker in workers), WAIT_S)
+        until(lambda: httpx.get(f"{services.url}/ready", timeout=30).status_code == 200)
+        until(lambda: all(ready(worker) for worker in workers))
         yield services
 
 
@@ -193,7 +193,7 @@ def test_a_router_leaves_when_its_streams_have_ended(services: Services, expecte
         running = pool.submit(stream, services.url, body, begun.set)
         assert begun.wait(WAIT_S)
         end(services.router)
-        assert eventually(lambda: client.get("/ready").status_code == 503, WAIT_S)
+        until(lambda: client.get("/ready").status_code == 503)
         refused = client.post("/v1/chat/completions", json=request(0))
         assert not running.done()
         assert refused.status_code == 503

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from kvtest.stack import until
+from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

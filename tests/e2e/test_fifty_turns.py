@@ -11,7 +11,7 @@ import pytest
 from kvtest import redis_server as redis_servers
 from kvtest.answers import chat, chat_body, said, user
 from kvtest.lanes import some
-from kvtest.stack import until
+from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

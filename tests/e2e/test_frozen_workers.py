@@ -16,7 +16,7 @@ import pytest
 from kvtest.lanes import some
 from kvtest.processes import Process, started
 from kvtest.recovery import LONGEST_SILENCE_S, NOTICED, listen
-from kvtest.stack import until
+from kvtest.waiting import until
 
 LONGEST_TURN_S = 8.0
 """A turn takes a small part of a second then, and a worker's silence is borne for ten."""

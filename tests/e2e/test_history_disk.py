@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from kvtest.answers import assistant, chat, chat_body, known_tokens, said, user
-from kvtest.stack import until
+from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

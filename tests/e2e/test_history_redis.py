@@ -15,7 +15,7 @@ import pytest
 from kvtest import redis_server as redis_servers
 from kvtest.answers import chat, chat_body, known_tokens, said, stored_tokens
 from kvtest.lanes import some
-from kvtest.stack import until
+from kvtest.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from kvtest.wire import eventually
+from kvtest.waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
@@ -31,7 +31,7 @@ def test_lines_of_requests_have_documented_fields_and_no_text(start_stack: Calla
         for changed in ({}, {"session_id": "a", "stream": True}, {"max_tokens": 0}, {"model": "none"}):
             httpx.post(f"{stack.base_url}/v1/chat/completions", json=body | changed, timeout=60)
         # A request is logged after its answer has been sent.
-        assert eventually(lambda: len(_requests(stack.log_path)) >= 4)
+        until(lambda: len(_requests(stack.log_path)) >= 4)
         requests = _requests(stack.log_path)
     assert [line["status"] for line in requests] == [200, 200, 400, 404]
     assert {"kv", "ttft_ms", "replays", "reason", "param"} <= {name for line in requests for name in line}

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from kvtest.collector import Collector
 from kvtest.redis_server import RedisServer
-from kvtest.stack import until
+from kvtest.waiting import until
 
 from kvferry.tools.operate.command import keys
 from kvferry.tools.operate.config import KeysConfig

@@ -21,7 +21,7 @@ from kvtest.answers import chat_body, said
 from kvtest.documents import make_document
 from kvtest.processes import Process, started
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
-from kvtest.stack import until
+from kvtest.waiting import until
 
 KEYS = ("key-0", "key-1", "key-2", "key-3")
 DOCUMENT = make_document(5, num_words=150, num_facts=8)

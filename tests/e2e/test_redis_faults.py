@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kvtest import redis_server as redis_servers
 from kvtest.answers import chat, chat_body, known_tokens, said, stored_tokens
-from kvtest.stack import until
+from kvtest.waiting import until
 
 NUM_LAYERS = 4
 MOMENTS: dict[str, tuple[tuple[bytes, ...], int]] = {

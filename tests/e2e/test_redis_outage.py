@@ -17,6 +17,7 @@ from kvtest import short_leases
 from kvtest.answers import chat_body, said
 from kvtest.processes import Process, started
 from kvtest.redis_server import RedisServer
+from kvtest.waiting import until
 
 OUTAGE_S = 2 * short_leases.PENDING_LEASE_S
 BACK_TIMEOUT_S = 180.0
@@ -76,10 +77,7 @@ def routers(tmp_path: Path) -> Iterator[Routers]:
         ]
         made = Routers([f"http://{wait().addresses['address']}" for wait in waits], decode, redis)
         for url in made.urls:
-            deadline_s = time.monotonic() + BACK_TIMEOUT_S
-            while httpx.get(f"{url}/ready", timeout=60).status_code != 200:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.1)
+            until(lambda url=url: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
         yield made
 
 
@@ -120,8 +118,8 @@ def test_no_acknowledged_turn_is_lost_in_an_outage_longer_than_every_lease(
         for session in SESSIONS:
             assert routers.messages(router, session) == said[session], (router, session)
     for number, session in enumerate(SESSIONS):
-        deadline_s = time.monotonic() + BACK_TIMEOUT_S
-        while not turn(1 - number % 2, session, "the red castle ."):
-            assert time.monotonic() < deadline_s, "the session does not go on at the other router"
-            time.sleep(0.5)
+        until(
+            lambda number=number, session=session: turn(1 - number % 2, session, "the red castle ."),
+            what="the session does not go on at the other router",
+        )
         assert routers.messages(number % 2, session) == said[session]

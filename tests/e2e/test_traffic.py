@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kvtest.stack import until
+from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import kvtest.wire as kit
+from kvtest.waiting import until
 
 pytestmark = kit.needs_shared_memory
 
@@ -26,4 +27,4 @@ def test_prefill_and_decode_have_a_ring_for_each_direction(stack: Any) -> None:
     httpx.post(url, json=body, timeout=120).raise_for_status()
     assert stack.prefill_metric("kvferry_kv_transfer_bytes_total", kind="rows") > 0
     for role in ("prefill", "decode"):
-        assert kit.eventually(lambda pid=stack.addresses[f"{role}_pid"]: num_rings(pid) == 2)
+        until(lambda pid=stack.addresses[f"{role}_pid"]: num_rings(pid) == 2)

@@ -24,8 +24,8 @@ import pytest
 from kvtest.ports import free_port
 from kvtest.processes import Process, started
 from kvtest.redis_server import RedisServer
+from kvtest.waiting import until
 from kvtest.wheels import build_wheel, install_wheel
-from kvtest.wire import eventually
 
 REPOSITORY = Path(__file__).parents[2]
 EARLIER = "a3a9089d49c687bf07ef6de8be895c27af14f7ba"
@@ -139,18 +139,18 @@ def test_streams_go_on_while_workers_and_routers_are_replaced(
 
         waits = [start_worker("prefill-0"), start_worker("decode-0"), start_router("router-0")]
         old_prefill, old_decode, old_router = [wait() for wait in waits]
-        assert eventually(lambda: is_ready(old_router), WAIT_S)
+        until(lambda: is_ready(old_router))
         undisturbed = [stream(old_router, index) for index in range(NUM_STREAMS)]
         assert converse(old_router, 1)["turns"] == 1
 
         waits = [start_worker("prefill-1"), start_worker("decode-1")]
         new_workers = [wait() for wait in waits]
-        assert eventually(lambda: all(map(is_ready, new_workers)), WAIT_S)
+        until(lambda: all(map(is_ready, new_workers)))
         assert replaced(old_router, [old_prefill, old_decode], lambda: None) == undisturbed
         assert converse(old_router, 2)["turns"] == 2
 
         new_router = start_router("router-1")()
-        assert eventually(lambda: is_ready(new_router), WAIT_S)
+        until(lambda: is_ready(new_router))
         # while both are there, each goes on from what the other one wrote
         assert converse(new_router, 3)["turns"] == 3
         assert converse(old_router, 4)["turns"] == 4

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from kvtest.pair import ARENA_BYTES, SAMPLING, SESSION, WAIT_S, Pair, Turn
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
@@ -258,7 +256,7 @@ async def test_a_turn_given_up_leaves_the_former_selection_and_none_of_its_own(p
 
 
 async def until_free(pair: Pair) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while pair.decode.arena.free_bytes != pair.decode.arena.size_bytes:
-        assert time.monotonic() < deadline, pair.decode.arena.bytes_by_state()
-        await asyncio.sleep(0.02)
+    await eventually(
+        lambda: pair.decode.arena.free_bytes == pair.decode.arena.size_bytes,
+        what=pair.decode.arena.bytes_by_state,
+    )

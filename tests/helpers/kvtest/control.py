@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -226,13 +225,6 @@ def as_prefill(service: PrefillService) -> PrefillControl:
 async def collect(stream: AsyncGenerator[Any, None]) -> list[Any]:
     async with aclosing(stream):
         return [event async for event in stream]
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    return condition()
 
 
 @pytest.fixture

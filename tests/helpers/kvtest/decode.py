@@ -371,14 +371,6 @@ class Harness:
         return arena.free_bytes == arena.size_bytes
 
 
-async def eventually(condition, within_s=60.0):
-    """Wait until a condition holds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        await asyncio.sleep(0.01)
-
-
 def serialise_prefill(made):
     """Prefill's model is not for two threads."""
     lock, ship = threading.Lock(), made.shipper.ship

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -54,14 +53,6 @@ from kvtest.clock import Clock
 
 WAIT_S = 60.0
 DTYPES = {**TORCH_DTYPES, "int32": torch.int32, "int16": torch.int16, "uint8": torch.uint8}
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds; fails after a time no healthy machine needs."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
 
 
 class RecordingSink:
@@ -331,8 +322,6 @@ class Harness:
             for sample in family.samples
             if sample.name == f"kvferry_{name}" and labels.items() <= sample.labels.items()
         )
-
-    eventually = staticmethod(eventually)
 
 
 def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from redis.crc import key_slot
 
-from kvtest.redis_server import START_TIMEOUT_S, RedisServer
+from kvtest.redis_server import RedisServer
+from kvtest.waiting import until
 
 NODE_TIMEOUT_MS = 1000
 NUM_MASTERS = 3
@@ -56,11 +56,11 @@ class RedisCluster:
             _ask(node, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for node in self.nodes[1:]:
             _ask(self.nodes[0], "CLUSTER", "MEET", "127.0.0.1", node.port, node.cluster_port)
-        _until(lambda: all(_info(node, "cluster_known_nodes") == "6" for node in self.nodes))
+        until(lambda: all(_info(node, "cluster_known_nodes") == "6" for node in self.nodes))
         for index in range(NUM_MASTERS):
             _ask(self.nodes[index + NUM_MASTERS], "CLUSTER", "REPLICATE", ids[index])
-        _until(lambda: all(_info(node, "cluster_state") == "ok" for node in self.nodes))
-        _until(lambda: all(_is_in_step(node) for node in self.nodes[NUM_MASTERS:]))
+        until(lambda: all(_info(node, "cluster_state") == "ok" for node in self.nodes))
+        until(lambda: all(_is_in_step(node) for node in self.nodes[NUM_MASTERS:]))
 
 
 def _ask(node: RedisServer, *command: str | int) -> Any:
@@ -76,11 +76,3 @@ def _info(node: RedisServer, field: str) -> str:
 def _is_in_step(replica: RedisServer) -> bool:
     with replica.client() as client:
         return client.info("replication").get("master_link_status") == "up"
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise RuntimeError("the Redis cluster did not form")
-        time.sleep(0.02)

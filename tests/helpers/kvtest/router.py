@@ -29,6 +29,7 @@ from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
+from kvtest.waiting import eventually
 
 EOS = 6
 LAST_INDEX = 24
@@ -110,13 +111,6 @@ async def say(stack: Stack, content: str, session_id: str = "s", *, client: Any 
 
 def text_of(prompt_words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt_words}]
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds; fails where it does not in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,6 @@ from kvtest.forked import Forked
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 180.0
-
-
-def until(condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until a condition holds; fails where it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,16 +64,6 @@ _SECRETS = {"prefill": b"p" * 32, "decode": b"d" * 32}
 ids = itertools.count(1)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
-    """Whether the condition comes true in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
-
-
 class RecordingSink:
     """A sink that records every byte, refuses and fails on request, and checks how it is called."""
 

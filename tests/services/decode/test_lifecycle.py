@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from kvtest.clock import Clock
-from kvtest.decode import eventually
+from kvtest.waiting import eventually
 
 from kvferry.shared.control.messages import (
     TokenGenerated,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from kvtest.clock import Clock
-from kvtest.decode import eventually
+from kvtest.waiting import eventually
 
 from kvferry.shared import heartbeat
 from kvferry.shared.errors import KvferryError, WorkerUnavailable

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 from kvtest.compression import packed_tensors
-from kvtest.decode import end_with, eventually
+from kvtest.decode import end_with
+from kvtest.waiting import eventually
 
 from kvferry.shared.control.messages import TokenGenerated, TransferAccepted
 from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, TransferFailed

@@ -1,14 +1,12 @@
 """Before a worker is ready, every batch size, way of sampling and kind of cache has had its step."""
 
-import asyncio
-import time
-
 import pytest
 import structlog
 import torch
 from kvtest.families import FAMILIES
 from kvtest.faulty_kernels import install
 from kvtest.steps import CountingDevice
+from kvtest.waiting import eventually
 
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
@@ -37,10 +35,7 @@ def device(interpreter, monkeypatch):
 
 
 async def until_ready(made):
-    deadline_s = time.monotonic() + READY_S
-    while not made.service.is_ready:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
+    await eventually(lambda: made.service.is_ready, READY_S)
 
 
 def test_batch_sizes_are_the_powers_of_two_and_the_largest():

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from kvtest.waiting import until
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -42,10 +42,7 @@ class Served:
         return self.output_file.read_text(encoding="utf-8")
 
     def wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}\n{self.output}"
-            time.sleep(0.1)
+        until(holds, timeout_s, lambda: f"{what}\n{self.output}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from kvtest.clock import Clock, turn_loop_clock
 from kvtest.prefill import key_of, make_prompt, plan_of
+from kvtest.waiting import eventually
 from torch import Tensor
 
 from kvferry.shared.compression.plan import CompressionPlan, Part, ResolvedPlan
@@ -36,7 +37,7 @@ A = SessionKey(owner="key-a", session_id="s")
 
 async def assert_serves(harness: Harness) -> None:
     """The service is whole: nothing held, nothing running, and a new request goes through."""
-    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    await eventually(lambda: harness.store.size_bytes == 0)
     status = await harness.service.status(timeout_s=1)
     assert (status.running, status.waiting) == (0, 0)
     await harness.run(harness.request(make_prompt(20, seed=9)))
@@ -51,7 +52,7 @@ async def cancel(task: asyncio.Task[object]) -> None:
 async def test_cancelling_a_waiting_request_never_runs_it(harness: Harness) -> None:
     harness.model.hold.clear()
     running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     waiting = asyncio.create_task(harness.run(harness.request(make_prompt(30), session=A)))
     await asyncio.sleep(0)
     status = await harness.service.status(timeout_s=1)
@@ -79,10 +80,10 @@ async def test_cancelling_in_mid_prompt_stops_at_the_next_layer(harness: Harness
     harness.model.on_layer = hold_at_layer_one
     task = asyncio.create_task(harness.run(request))
     await asyncio.wait_for(reached.wait(), 60)
-    await harness.eventually(lambda: harness.store.size_bytes > 0)  # staged by another thread
+    await eventually(lambda: harness.store.size_bytes > 0)  # staged by another thread
     await cancel(task)
     cancelled.set()
-    await harness.eventually(lambda: key_of(request) in harness.sink.aborted)
+    await eventually(lambda: key_of(request) in harness.sink.aborted)
     harness.model.on_layer = None
     await assert_serves(harness)
     assert layers == [0, 1]
@@ -105,7 +106,7 @@ async def test_cancelling_while_awaiting_the_acknowledgement_aborts(harness: Har
     harness.sink.gate.clear()
     request = harness.request(make_prompt(50), session=A)
     task = asyncio.create_task(harness.run(request))
-    await harness.eventually(harness.sink.is_committing.is_set)
+    await eventually(harness.sink.is_committing.is_set)
     await cancel(task)
     harness.sink.gate.set()
     await assert_serves(harness)
@@ -167,9 +168,9 @@ async def test_an_unexpected_error_fails_its_request_alone(harness: Harness) -> 
 async def test_closing_the_service_fails_what_is_under_way(harness: Harness) -> None:
     harness.model.hold.clear()
     tasks = [asyncio.create_task(harness.run(harness.request(make_prompt(20), session=A))) for _ in range(3)]
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     closing = asyncio.create_task(harness.service.close())
-    await harness.eventually(lambda: harness.service._engine._stopping)
+    await eventually(lambda: harness.service._engine._stopping)
     harness.model.hold.set()
     await closing
     for task in tasks:
@@ -188,7 +189,7 @@ def session(owner: str, number: int) -> SessionKey:
 async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
     harness.model.hold.clear()
     blocker = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     names = ["a1", "a2", "a3", "b1", "b2", "c1"]
     tasks = []
     for number, name in enumerate(names):
@@ -204,7 +205,7 @@ async def test_owners_share_the_engine_fairly(harness: Harness) -> None:
 async def test_owners_share_the_engine_without_sessions(harness: Harness) -> None:
     harness.model.hold.clear()
     blocker = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     tasks = []
     for name in ["a1", "a2", "a3", "b1"]:
         request = harness.request(make_prompt(20), owner=name[0], request_id=name)
@@ -221,7 +222,7 @@ async def test_owners_share_the_engine_without_sessions(harness: Harness) -> Non
 async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
     harness.model.hold.clear()
     running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     waiting = [asyncio.create_task(harness.run(harness.request(make_prompt(20)))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(CapacityExceeded) as caught:
@@ -236,13 +237,13 @@ async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
 async def test_in_a_full_queue_the_key_that_has_most_of_it_gives_way(harness: Harness) -> None:
     harness.model.hold.clear()
     running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     tasks = {}
     for number, name in enumerate(["a1", "a2", "a3", "b1", "b2", "a4"]):
         request = harness.request(make_prompt(20), session=session(name[0], number), request_id=name)
         tasks[name] = asyncio.create_task(harness.run(request))
         await asyncio.sleep(0)
-    await harness.eventually(lambda: tasks["a3"].done() and tasks["b2"].done() and tasks["a4"].done())
+    await eventually(lambda: tasks["a3"].done() and tasks["b2"].done() and tasks["a4"].done())
     harness.model.hold.set()
     ended = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
     await running

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from kvtest.prefill import make_prompt
+from kvtest.waiting import eventually
 
 from kvferry.kernels import quarantine
 from kvferry.services.prefill import engine
@@ -72,4 +73,4 @@ async def test_a_prompt_on_a_lost_device_can_be_replayed_and_the_worker_is_told(
     with pytest.raises(WorkerUnavailable, match="the device is lost") as raised:
         await harness.run(harness.request(make_prompt(20)))
     assert raised.value.retryable
-    await harness.eventually(lambda: lost == [ILLEGAL_ADDRESS])
+    await eventually(lambda: lost == [ILLEGAL_ADDRESS])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from kvtest.clock import Clock
 from kvtest.prefill import make_prompt
+from kvtest.waiting import eventually
 from torch import Tensor
 
 from kvferry.shared import heartbeat
@@ -122,7 +123,7 @@ async def test_a_wedged_engine_gives_up_its_requests(
     monkeypatch.setattr("kvferry.services.prefill.service._SWEEP_INTERVAL_S", 0.05)
     harness.model.hold.clear()
     running = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     waiting = asyncio.create_task(harness.run(harness.request(make_prompt(30))))
     await asyncio.sleep(0)
     while not (running.done() and waiting.done()):
@@ -133,9 +134,9 @@ async def test_a_wedged_engine_gives_up_its_requests(
             await task
     assert not harness.service.is_ready
     harness.model.hold.set()
-    await harness.eventually(lambda: not harness.service._is_wedged)  # until then it gives up what comes
+    await eventually(lambda: not harness.service._is_wedged)  # until then it gives up what comes
     await harness.run(harness.request(make_prompt(20)))
-    await harness.eventually(lambda: harness.service.is_ready)
+    await eventually(lambda: harness.service.is_ready)
 
 
 @pytest.mark.parametrize("prefill_options", [{"buffer_bytes": 4096}])
@@ -151,7 +152,7 @@ async def test_a_prompt_that_waits_for_room_in_the_send_buffer_is_not_wedged(
 
     monkeypatch.setattr(harness.sink, "write", write_late)
     running = asyncio.create_task(harness.run(harness.request(make_prompt(200))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     seen: list[tuple[bool, float]] = []
     while seen[-20:] != [(True, engine.heartbeat.last_s)] * 20:  # until it waits and makes no progress
         seen.append((engine.heartbeat.waits, engine.heartbeat.last_s))
@@ -177,7 +178,7 @@ async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(
 
     harness.model.hold.clear()
     task = asyncio.create_task(harness.run(harness.request(make_prompt(20))))
-    await harness.eventually(harness.model.entered.is_set)
+    await eventually(harness.model.entered.is_set)
     prefill_clock.turn(11.0)
     assert not await ready()
     harness.model.hold.set()
@@ -185,4 +186,4 @@ async def test_a_stuck_engine_is_not_ready_and_a_working_one_is_again(
     assert await ready()
     for _ in range(3):  # idle, its own probes keep it ready
         prefill_clock.turn(11.0)
-        await harness.eventually(lambda: harness.service.is_ready)
+        await eventually(lambda: harness.service.is_ready)

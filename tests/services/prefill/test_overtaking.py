@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from kvtest.prefill import key_of, make_prompt
+from kvtest.waiting import eventually
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
@@ -180,9 +181,9 @@ async def test_cancelling_an_overtaken_pass_frees_everything_and_leaves_the_othe
         await running
     await asyncio.gather(*overtaking.tasks)
     assert_is_the_oracles(harness, short)
-    await harness.eventually(lambda: key_of(long) in harness.sink.aborted)
+    await eventually(lambda: key_of(long) in harness.sink.aborted)
     assert (LONG, 2) not in overtaking.layers
-    await harness.eventually(lambda: not harness.service._engine._schedule.started)
+    await eventually(lambda: not harness.service._engine._schedule.started)
     assert all(ref() is None for ref in alive)
     assert harness.store.turn(long.request_id) is None
     harness.model.on_layer = None
@@ -246,6 +247,6 @@ async def test_a_long_pass_is_cancelled_within_a_layer(harness: Harness) -> None
     with pytest.raises(asyncio.CancelledError):
         await task
     cancelled.set()
-    await harness.eventually(lambda: key_of(request) in harness.sink.aborted)
+    await eventually(lambda: key_of(request) in harness.sink.aborted)
     assert layers == [0, 1]
     assert harness.store.size_bytes == 0

@@ -8,7 +8,7 @@ import dataclasses
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import kvtest.wire as kit
 import pytest
 from kvtest.parallel import in_ranks
 from kvtest.prefill import ControlledModel, Harness, RecordingSink
+from kvtest.waiting import eventually, until
 from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
@@ -140,13 +141,6 @@ def key_of(request: PrefillRequest, first_head: int = 0) -> TransferKey:
     return part_key(TransferKey(transfer_id=ticket.transfer_id, generation=ticket.generation), first_head)
 
 
-async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
@@ -244,15 +238,12 @@ async def test_one_ranks_part_that_is_refused_fails_the_prompt_by_name_and_ends_
         made.ranks[rank].sink.refuse = TransferFailed("there is no room", reason="no_room")
 
         def go_on_when_it_is_refused(layer: int, keys: Tensor) -> None:
-            deadline_s = time.monotonic() + 60
-            while layer == 1 and not made.ranks[rank].sink.num_refused:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+            until(lambda: layer != 1 or made.ranks[rank].sink.num_refused > 0)
 
         made.model.on_layer = go_on_when_it_is_refused
         with pytest.raises(TransferFailed, match="rank 1: there is no room" if rank else "^there is no room"):
             await made.run(request := made.to_ranks(plan=SNAPKV))
-        await until(lambda: made.ranks[1 - rank].sink.aborted == [key_of(request, 1 - rank)])
+        await eventually(lambda: made.ranks[1 - rank].sink.aborted == [key_of(request, 1 - rank)])
         made.ranks[rank].sink.refuse, made.model.on_layer = None, None
         await made.run(made.to_ranks(plan=SNAPKV))
 
@@ -268,16 +259,16 @@ async def test_a_request_given_up_in_mid_transfer_ends_in_every_rank_and_the_nex
         def give_up(layer: int, keys: Tensor) -> None:
             if layer == 2:
                 loop.call_soon_threadsafe(task.cancel)
-                deadline_s = time.monotonic() + 60
-                while not all(its.sink.aborted for its in made.ranks):
-                    assert time.monotonic() < deadline_s, "it goes on although the pass still runs"
-                    time.sleep(0.01)
+                until(
+                    lambda: all(its.sink.aborted for its in made.ranks),
+                    what="it goes on although the pass still runs",
+                )
 
         made.model.on_layer = give_up
         with pytest.raises(asyncio.CancelledError):
             await task
         expected = [[key_of(request)], [key_of(request, 1)]]
-        await until(lambda: [its.sink.aborted for its in made.ranks] == expected)
+        await eventually(lambda: [its.sink.aborted for its in made.ranks] == expected)
         made.model.on_layer = None
         await made.run(made.to_ranks(plan=SNAPKV))
         assert made.service._engine._ranks._transfers == {}
@@ -291,7 +282,7 @@ async def test_a_rank_that_ends_in_mid_transfer_fails_the_prompt_as_the_workers_
         made.model.on_layer = lambda layer, keys: several.lead.on_note(1, None) if layer == 1 else None
         with pytest.raises(WorkerUnavailable, match="rank 1 of the prefill worker has ended"):
             await made.run(request := made.to_ranks(plan=SNAPKV))
-        await until(lambda: made.ranks[0].sink.aborted == [key_of(request)])
+        await eventually(lambda: made.ranks[0].sink.aborted == [key_of(request)])
         made.model.on_layer = None
         await made.run(made.to_ranks(plan=SNAPKV))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kvtest.clock import Clock
 from kvtest.prefill import key_of, make_prompt
+from kvtest.waiting import eventually
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
@@ -347,7 +348,7 @@ async def test_an_abandoned_turn_is_swept(harness: Harness, prefill_clock: Clock
     await harness.run(request)
     assert harness.store.turn(request.request_id) is not None
     prefill_clock.turn(30.0)
-    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    await eventually(lambda: harness.store.size_bytes == 0)
     assert harness.store.turn(request.request_id) is None
 
 
@@ -360,7 +361,7 @@ async def test_a_turn_of_a_lost_router_is_swept_soon_after_its_requests_deadline
         pass
     assert harness.store.turn(request.request_id) is not None
     prefill_clock.turn(30.5)
-    await harness.eventually(lambda: harness.store.size_bytes == 0)
+    await eventually(lambda: harness.store.size_bytes == 0)
     assert harness.store.turn(request.request_id) is None
 
 

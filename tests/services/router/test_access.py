@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import structlog
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 from kvferry.services.router.http import key_counts

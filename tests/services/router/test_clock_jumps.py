@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from kvtest.clock import Clock
-from kvtest.router import eventually, say
+from kvtest.router import say
+from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {

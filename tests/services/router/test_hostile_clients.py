@@ -18,7 +18,7 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 from kvferry.services.router.completion.inputs import PromptBuilder
 from kvferry.services.router.completion.requests import ChatRequest

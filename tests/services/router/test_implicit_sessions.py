@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvtest.clock import Clock
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 from kvferry.services.router.sessions.implicit import ImplicitSessions

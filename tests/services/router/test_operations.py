@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 import structlog
-from kvtest.router import SPEC, eventually
+from kvtest.router import SPEC
+from kvtest.waiting import eventually
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from kvtest.router import LAST_INDEX, eventually
+from kvtest.router import LAST_INDEX
 from kvtest.scripted_workers import failing_at, lost
+from kvtest.waiting import eventually
 
 from kvferry.shared.errors import (
     Cancelled,

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from kvtest.router import eventually
+from kvtest.waiting import eventually
 
 ASK: Any = {"model": "demo", "max_output_tokens": 4, "temperature": 0}
 

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 from kvtest.clock import Clock
-from kvtest.router import eventually, scripted_token
+from kvtest.router import scripted_token
+from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 from kvferry.shared.errors import HistoryMiss, TransferFailed

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvtest.router import eventually
 from kvtest.scripted_workers import failing_at, lost
+from kvtest.waiting import eventually
 
 from kvferry.shared.errors import CapacityExceeded, LeaseExpired
 

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 from kvtest.chaos.links import Link
-from kvtest.router import eventually, say
+from kvtest.router import say
+from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 
@@ -49,7 +50,7 @@ async def test_a_turn_at_one_router_makes_the_other_wait_then_refuse(
     other = await start_stack(history_redis=redis_server.url, session_wait_s=0.05)
     one.script.token_delay_s = 60.0
     running = asyncio.create_task(say(one, "the red castle ."))
-    await eventually(lambda: bool(one.prefill[0].requests), timeout_s=30.0)
+    await eventually(lambda: bool(one.prefill[0].requests))
     with pytest.raises(openai.ConflictError):
         await say(other, "what is the pin ?")
     running.cancel()
@@ -132,7 +133,7 @@ def cut(one: Any, link: Link) -> None:
 
 def heal(one: Any, link: Link) -> None:
     redis = link_of(one)
-    redis._options = replace(redis._options, timeout_s=30.0)
+    redis._options = replace(redis._options)
     link.heal()
 
 

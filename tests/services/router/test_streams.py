@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 import structlog
-from kvtest.router import eventually
 from kvtest.scripted_workers import failing_at
+from kvtest.waiting import eventually
 
 from kvferry.services.router.http import middleware
 from kvferry.services.router.http.middleware import BoundedH11Protocol

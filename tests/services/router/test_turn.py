@@ -8,8 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from kvtest.router import SPEC, eventually, scripted_token
+from kvtest.router import SPEC, scripted_token
 from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
+from kvtest.waiting import eventually
 
 from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvtest.router import SPEC, eventually, scripted_token
+from kvtest.router import SPEC, scripted_token
 from kvtest.scripted_workers import Script, ScriptedDecode, Wire
+from kvtest.waiting import eventually
 
 from kvferry.services.router.turn import worker_pool
 from kvferry.services.router.turn.worker_pool import (

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import kvtest.control as kit
 import pytest
+from kvtest.waiting import eventually
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
@@ -160,7 +161,7 @@ async def test_a_passed_deadline_is_named_and_frees_the_service(
     with pytest.raises(DeadlineExceeded):
         await kit.collect(decode_client.generate(kit.generate_request(), timeout_s=2.0))
     assert 0.0 < decode.timeout_s < 2.1  # gRPC rounds a timeout up on the wire by some milliseconds
-    assert await kit.eventually(lambda: decode.num_closed == 1)
+    await eventually(lambda: decode.num_closed == 1)
 
 
 async def test_a_deadline_of_a_unary_call_holds(prefill_client: GrpcPrefillClient) -> None:
@@ -177,7 +178,7 @@ async def test_closing_the_stream_reaches_the_service_before_the_deadline(
     stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=LONG_S)
     assert isinstance(await anext(stream), TicketIssued)
     await stream.aclose()
-    assert await kit.eventually(lambda: decode.num_closed == 1)
+    await eventually(lambda: decode.num_closed == 1)
 
 
 async def test_cancelling_the_reading_task_reaches_the_service_before_the_deadline(
@@ -187,11 +188,11 @@ async def test_cancelling_the_reading_task_reaches_the_service_before_the_deadli
     reader = asyncio.create_task(
         kit.collect(decode_client.generate(kit.generate_request(), timeout_s=LONG_S))
     )
-    assert await kit.eventually(lambda: len(decode.request_ids) == 1)
+    await eventually(lambda: len(decode.request_ids) == 1)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert await kit.eventually(lambda: decode.num_closed == 1)
+    await eventually(lambda: decode.num_closed == 1)
 
 
 async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
@@ -199,10 +200,10 @@ async def test_a_client_that_reads_too_slowly_is_cancelled_all_the_same(
 ) -> None:
     stream = decode_client.generate(kit.generate_request(max_tokens=0), timeout_s=LONG_S)
     await anext(stream)
-    assert await kit.eventually(lambda: decode.num_tokens > 1000)
+    await eventually(lambda: decode.num_tokens > 1000)
     assert decode.num_closed == 0
     await stream.aclose()
-    assert await kit.eventually(lambda: decode.num_closed == 1)
+    await eventually(lambda: decode.num_closed == 1)
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
@@ -219,5 +220,5 @@ async def test_a_service_that_answers_a_caller_which_has_left_is_no_error(
             call = channel.unary_stream(method.path)(sent, metadata=metadata)
             assert await call.read()
             call.cancel()
-            assert await kit.eventually(lambda: decode.num_closed == 1)
+            await eventually(lambda: decode.num_closed == 1)
     assert [its for its in logs if its["log_level"] == "error"] == []

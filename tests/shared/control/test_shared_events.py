@@ -10,6 +10,7 @@ from typing import Any
 
 import kvtest.control as kit
 import pytest
+from kvtest.waiting import eventually
 
 from kvferry.shared.control import codec
 from kvferry.shared.control import shared_events as shared_events_module
@@ -125,7 +126,7 @@ async def client(worker: ControlServer) -> AsyncIterator[Counting]:
 async def opened(client: GrpcDecodeClient) -> None:
     """Has the client open the stream: its first call does, and uses its own."""
     await ask(client, "first", 1)
-    assert await kit.eventually(lambda: bool(client._events.stream_id))
+    await eventually(lambda: bool(client._events.stream_id))
 
 
 async def ask(client: GrpcDecodeClient, request_id: str, max_tokens: int = NUM_TOKENS) -> list[Any]:
@@ -188,7 +189,7 @@ async def test_closing_a_call_ends_it_at_the_worker_and_no_other(client: Countin
         if isinstance(event, TokenGenerated):
             break
     await stream.aclose()
-    assert await kit.eventually(lambda: "left" in engine.closed)
+    await eventually(lambda: "left" in engine.closed)
     assert len(await other) == len(kinds(NUM_TOKENS))
     assert client._events._queues == {}
 
@@ -196,16 +197,16 @@ async def test_closing_a_call_ends_it_at_the_worker_and_no_other(client: Countin
 async def test_a_lost_stream_fails_its_calls_and_later_ones_go_on(client: Counting, engine: Engine) -> None:
     await opened(client)
     reading = asyncio.create_task(ask(client, "lost", 10_000))
-    assert await kit.eventually(lambda: "lost" in engine.running)
+    await eventually(lambda: "lost" in engine.running)
     before = client.num_events
-    assert await kit.eventually(lambda: client.num_events > before + 3)
+    await eventually(lambda: client.num_events > before + 3)
     reader = client._events._reader
     assert reader is not None
     reader.cancel()
     with pytest.raises(WorkerUnavailable) as raised:
         await reading
     assert raised.value.reason == "events"
-    assert await kit.eventually(lambda: "lost" in engine.closed)
+    await eventually(lambda: "lost" in engine.closed)
     assert len(await ask(client, "again")) == len(kinds(NUM_TOKENS))
 
 
@@ -214,9 +215,9 @@ async def test_a_worker_that_is_gone_fails_every_call(
 ) -> None:
     await opened(client)
     calls = [asyncio.create_task(ask(client, f"call-{i}", 10_000)) for i in range(3)]
-    assert await kit.eventually(lambda: len(engine.running) == 3)
+    await eventually(lambda: len(engine.running) == 3)
     before = client.num_events
-    assert await kit.eventually(lambda: client.num_events > before + 9)
+    await eventually(lambda: client.num_events > before + 9)
     await worker.close(0.0)
     for call in calls:
         with pytest.raises(KvferryError):
@@ -228,7 +229,7 @@ async def test_a_worker_ends_when_its_last_call_has_and_not_later(
 ) -> None:
     await opened(client)
     call = asyncio.create_task(ask(client, "last"))
-    assert await kit.eventually(lambda: "last" in engine.running)
+    await eventually(lambda: "last" in engine.running)
     await asyncio.wait_for(worker.close(10 * kit.WAIT_S), kit.WAIT_S)
     assert len(await call) == len(kinds(NUM_TOKENS))
 

@@ -14,6 +14,7 @@ import kvtest.control as kit
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kvtest.waiting import eventually
 
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import TicketIssued
@@ -38,7 +39,7 @@ async def closed_in_mid_call(decode: Any, client: GrpcDecodeClient, close: Calla
     """The events of a call that runs when the server closes."""
     request = kit.generate_request()
     reader = asyncio.create_task(kit.collect(client.generate(request, timeout_s=kit.WAIT_S)))
-    assert await kit.eventually(lambda: len(decode.request_ids) == 1)
+    await eventually(lambda: len(decode.request_ids) == 1)
     await close()
     return await reader
 
@@ -57,7 +58,7 @@ async def test_closing_cancels_calls_after_the_grace(
     decode.gap_s = 60.0
     with pytest.raises((WorkerUnavailable, Cancelled)):
         await closed_in_mid_call(decode, decode_client, lambda: server.close(0.1))
-    assert await kit.eventually(lambda: decode.num_closed == 1)
+    await eventually(lambda: decode.num_closed == 1)
 
 
 WORKER = """

@@ -24,6 +24,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kvtest.history import TOKEN_BYTES, Worker, fifty_turns, tokens
+from kvtest.waiting import until
 from safetensors import safe_open
 
 from kvferry.shared.control.messages import SessionKey
@@ -111,10 +112,7 @@ def test_a_queue_that_is_full_refuses_a_commit_and_the_next_one_brings_it(
         for session in sessions:
             worker.turn(session, (1, 2))
     assert worker.failures["queue_full"] in (3, 4)
-    deadline_s = time.monotonic() + 60
-    while worker.store.tier_waiting["disk"]():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: not (worker.store.tier_waiting["disk"]()))
     worker.turn(sessions[-1], (1, 2, 3))
     worker.store.close()
     assert make_disk_worker().turn(sessions[-1], (1, 2, 3, 4)) == 3

@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvtest import redis_server as redis_servers
 from kvtest.ports import free_port
+from kvtest.waiting import until
 from redis.asyncio.connection import AbstractConnection
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
@@ -87,10 +87,7 @@ async def test_a_cluster() -> None:
     with redis_servers.RedisServer.running("--cluster-enabled", "yes") as server:
         with server.client() as admin:
             admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            deadline = time.monotonic() + WAIT_S
-            while b"cluster_state:ok" not in admin.execute_command("CLUSTER", "INFO"):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: b"cluster_state:ok" in admin.execute_command("CLUSTER", "INFO"))
         round_trip(f"redis+cluster://127.0.0.1:{server.port}")
         await async_round_trip(f"redis+cluster://127.0.0.1:{server.port}")
 

@@ -6,6 +6,7 @@ import threading
 
 import kvtest.wire as kit
 import pytest
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import (
@@ -66,7 +67,7 @@ def half_sent(
     """A transfer whose first layer has arrived, and both ends."""
     server, sender, transfer = wire.begin(sink, manifest)
     transfer.send_layer(0, kit.make_layers(manifest)[0])
-    assert kit.eventually(lambda: sink.blocks == 3)
+    until(lambda: sink.blocks == 3)
     return server, sender, transfer
 
 
@@ -88,7 +89,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: Rec
     waiter.join(kit.WAIT_S)
     assert [type(error) for error in raised] == [Cancelled]
     assert sender.buffered_bytes == 0
-    assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
+    until(lambda: sink.aborted == {manifest.key: "aborted"})
     for call in (
         lambda: transfer.send_layer(1, kit.make_layers(manifest)[1]),
         lambda: transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0)),
@@ -104,7 +105,7 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink)
     sink.gate.clear()
 
     def abort_when_full() -> None:
-        kit.eventually(lambda: sender.buffered_bytes == 1000)
+        until(lambda: sender.buffered_bytes == 1000)
         transfer.abort("client_left")
 
     aborting = threading.Thread(target=abort_when_full)
@@ -147,7 +148,7 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
         transfer.wait(kit.WAIT_S)
     assert failed.value.reason == "closed"
     assert sender.buffered_bytes == 0
-    assert kit.eventually(lambda: manifest.key in sink.aborted)
+    until(lambda: manifest.key in sink.aborted)
     with pytest.raises(TransferFailed, match="closed"):
         kit.open_transfer(sender, server, manifest)
 
@@ -165,10 +166,10 @@ def test_a_receiver_that_stops_answering_is_a_timeout(wire: Wire, sink: Recordin
 def test_waiting_in_vain_fails_the_transfer(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest()
     _, _, transfer = wire.begin(sink, manifest)
-    assert kit.eventually(lambda: manifest.key in sink.manifests)
+    until(lambda: manifest.key in sink.manifests)
     with pytest.raises(TransferFailed, match=r"not acknowledged within 0\.1 s"):
         transfer.wait(0.1)
-    assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
+    until(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
 def test_a_failed_transfer_leaves_others_alone(wire: Wire, sink: RecordingSink) -> None:

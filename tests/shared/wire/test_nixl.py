@@ -13,6 +13,7 @@ from typing import Any
 
 import kvtest.wire as kit
 import pytest
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink
 from structlog.testing import capture_logs
 
@@ -213,7 +214,7 @@ def test_an_idle_ring_is_given_back_and_the_next_transfer_gets_another(
     with serving(channel, sink) as server, sending(kit.connecting_with_nixl(connected.append)) as sender:
         for _ in range(2):
             transfer_once(sender, server.endpoint, sink)
-            assert kit.eventually(lambda: not channel._rings)
+            until(lambda: not channel._rings)
     assert connected == ["nixl"]
     assert len(agent._RETIRED) == retired
 
@@ -228,7 +229,7 @@ def test_a_lost_senders_ring_is_noticed_and_its_addresses_are_not_used_again(
         with sending(kit.connecting_with_nixl()) as sender:
             transfer_once(sender, server.endpoint, sink)
             (ring,) = channel._rings.values()
-        assert kit.eventually(lambda: len(agent._RETIRED) == retired + 1)
+        until(lambda: len(agent._RETIRED) == retired + 1)
         assert not ring.memory.bytes.any()
         with sending(kit.connecting_with_nixl()) as sender:
             transfer_once(sender, server.endpoint, sink)
@@ -265,7 +266,7 @@ def test_a_write_that_fails_is_sent_again_over_the_network_and_nixl_is_tried_lat
             transfer_once(sender, server.endpoint, sink, LARGE)
         assert reasons(lines) == ["the link is down"]
         faulty.fails = False
-        assert kit.eventually(lambda: not channel._links)
+        until(lambda: not channel._links)
         transfer_once(sender, server.endpoint, sink, LARGE)
     assert connected == ["nixl", "network", "nixl"]
     assert sink.aborted == {}
@@ -287,7 +288,7 @@ def test_a_write_that_nobody_takes_is_given_up_and_lands_where_nothing_else_is(
         with capture_logs() as lines:
             transfer_once(sender, server.endpoint, sink, LARGE)
         assert reasons(lines) == ["no write ended within 1.0 s"]
-        assert kit.eventually(lambda: not receiving._rings)
+        until(lambda: not receiving._rings)
         stalling.stalls = False
         assert not ring.memory.bytes.any()
 
@@ -295,8 +296,8 @@ def test_a_write_that_nobody_takes_is_given_up_and_lands_where_nothing_else_is(
             stalling.progress()
             return bool(ring.memory.bytes.any())
 
-        assert kit.eventually(has_landed)
-        assert kit.eventually(lambda: not channel._links)
+        until(has_landed)
+        until(lambda: not channel._links)
         transfer_once(sender, server.endpoint, sink, LARGE)
         (new,) = receiving._rings.values()
         assert abs(new.memory.address - ring.memory.address) >= RING_BYTES
@@ -344,13 +345,13 @@ def test_a_killed_receiver_ends_the_transfer_in_time_and_the_next_receiver_gets_
             ticket = kit.make_ticket(manifest, first.stdout.readline().strip())
             transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S, keeps_failed=True)
             kit.send(transfer, layers[:3])
-            assert kit.eventually(lambda: transfer._sent_bytes > 1 << 20)
+            until(lambda: transfer._sent_bytes > 1 << 20)
             first.send_signal(signal.SIGKILL)
             kit.send(transfer, layers[3:], first=3)
         finally:
             first.kill()
             first.communicate()
-        assert kit.eventually(lambda: transfer._failure is not None, 10)
+        until(lambda: transfer._failure is not None)
         sink = RecordingSink()
         with serving(kit.listening_with_nixl(), sink) as server:
             again = kit.make_ticket(kit.make_manifest(), server.endpoint)
@@ -379,13 +380,11 @@ def test_a_sender_that_names_what_is_not_in_its_ring_hurts_nobody(sink: Recordin
         endpoint = server.endpoint.encode()
 
         def say(*frames: bytes) -> None:
-            assert kit.eventually(
-                lambda: bad.send(endpoint, frames) is SendResult.SENT or bool(bad.poll(0.05))
-            )
+            until(lambda: bad.send(endpoint, frames) is SendResult.SENT or bool(bad.poll(0.05)))
 
         say(*Packet(kind=PacketKind.ASK, ring=7).frames())
         offers: list[Any] = []
-        assert kit.eventually(lambda: bool(offers.extend(bad.poll(0.05)) or offers))
+        until(lambda: bool(offers.extend(bad.poll(0.05)) or offers))
         assert isinstance(offers[0], Received)
         say(*Packet(kind=PacketKind.WRITTEN, ring=7, number=1, rest=rest).frames())
         say(*Packet(kind=PacketKind.WRITTEN, ring=8, number=1, rest=encode_place(0, (56, 10))).frames())

@@ -13,6 +13,7 @@ from pathlib import Path
 import kvtest.wire as kit
 import pytest
 from kvtest.lanes import some
+from kvtest.waiting import until
 
 from kvferry.shared.wire.channel import ListeningChannel
 from kvferry.shared.wire.receiver import BlockServer
@@ -111,7 +112,7 @@ def test_a_killed_sender_frees_the_transfer_within_seconds(kind: str, channel: L
             assert process.stdout is not None
             assert process.stdout.readline() == "halfway\n"
             process.kill()
-            assert kit.eventually(lambda: list(sink.aborted.values()) == ["peer_lost"])
+            until(lambda: list(sink.aborted.values()) == ["peer_lost"])
     finally:
         server.close()
     assert sink.committed == {}

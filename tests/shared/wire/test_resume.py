@@ -8,6 +8,7 @@ from dataclasses import replace
 import kvtest.wire as kit
 import pytest
 from kvtest.proxy import CuttingProxy, CuttingRingProxy, CuttingSealedProxy
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import TransferFailed
@@ -141,10 +142,10 @@ def test_an_abort_after_a_cut_frees_both_ends(
     ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
     kit.send(transfer, layers)
-    assert kit.eventually(lambda: proxy.num_cuts > 0)
+    until(lambda: proxy.num_cuts > 0)
     transfer.abort("client_left")
     assert sender.buffered_bytes == 0
-    assert kit.eventually(lambda: manifest.key in cut_sink.aborted)
+    until(lambda: manifest.key in cut_sink.aborted)
 
 
 def test_a_receiver_that_does_not_come_back_is_lost(
@@ -154,12 +155,12 @@ def test_a_receiver_that_does_not_come_back_is_lost(
     ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
     kit.send(transfer, layers[:1])
-    assert kit.eventually(lambda: cut_sink.blocks > 0)
+    until(lambda: cut_sink.blocks > 0)
     proxy.close()
     with pytest.raises(TransferFailed, match="was lost for more than") as failed:
         transfer.wait(kit.WAIT_S)
     assert failed.value.reason == "peer_lost"
-    assert kit.eventually(lambda: cut_sink.aborted == {manifest.key: "peer_lost"})
+    until(lambda: cut_sink.aborted == {manifest.key: "peer_lost"})
 
 
 def test_another_manifest_of_a_lost_transfer_is_refused(wire: Wire, sink: RecordingSink) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import kvtest.wire as kit
 import pytest
 from kvtest.proxy import CuttingSealedProxy
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink
 
 from kvferry.shared.wire import sealed
@@ -131,7 +132,7 @@ def test_a_stranger_gets_no_byte(
             connection.sendall(b"?" * size)
             connection.shutdown(socket.SHUT_WR)
         assert answer_of(connection) == b""
-    assert kit.eventually(lambda: channel.refused == 1)
+    until(lambda: channel.refused == 1)
     assert sealed_sink.manifests == {}
     kit.assert_arrived(sealed_sink, *ship(endpoint))
 
@@ -144,7 +145,7 @@ def test_a_key_of_the_receivers_own_role_is_refused(endpoint: str, channel: Seal
         with connected(endpoint) as connection:
             connection.sendall(handshake.write())
             assert answer_of(connection) == b""
-    assert kit.eventually(lambda: channel.refused == 2)
+    until(lambda: channel.refused == 2)
 
 
 def test_a_recorded_connection_is_not_accepted_again(
@@ -160,7 +161,7 @@ def test_a_recorded_connection_is_not_accepted_again(
         with contextlib.suppress(ConnectionError):
             connection.sendall(tape.recorded)
         assert len(answer_of(connection)) <= HANDSHAKE_BYTES
-    assert kit.eventually(lambda: channel.refused == 1)
+    until(lambda: channel.refused == 1)
     assert len(sealed_sink.tensors) == written
     assert list(sealed_sink.manifests) == [manifest.key]
 
@@ -173,7 +174,7 @@ def test_a_changed_or_inserted_piece_ends_the_connection_and_the_transfer_goes_o
     shipped = ship(tape.endpoint, rows=(400, 900))
     tape.close()
     kit.assert_arrived(sealed_sink, *shipped)
-    assert kit.eventually(lambda: channel.refused == 1)
+    until(lambda: channel.refused == 1)
 
 
 def test_strangers_who_wait_do_not_keep_senders_out(
@@ -186,7 +187,7 @@ def test_strangers_who_wait_do_not_keep_senders_out(
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connected(endpoint)) for _ in range(40)]
         kit.assert_arrived(sealed_sink, *ship(endpoint))
-        assert kit.eventually(lambda: channel.refused >= 32)
+        until(lambda: channel.refused >= 32)
         assert answer_of(connections[0]) == b""
     assert threading.active_count() < 40
 
@@ -197,4 +198,4 @@ def test_a_stranger_who_says_nothing_is_closed(
     monkeypatch.setattr(sealed, "HANDSHAKE_S", 0.2)
     with connected(endpoint) as connection:
         assert answer_of(connection) == b""
-    assert kit.eventually(lambda: channel.refused == 1)
+    until(lambda: channel.refused == 1)

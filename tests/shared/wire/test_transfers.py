@@ -12,6 +12,7 @@ import kvtest.wire as kit
 import pytest
 import torch
 from kvtest.compression import packed_tensors
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.kernels.packed.layer import PackedLayer
@@ -191,7 +192,7 @@ def test_no_more_than_the_credit_is_in_flight(wire: Wire, sink: RecordingSink, c
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=credit_bytes)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
     kit.send(transfer, layers)
-    assert kit.eventually(lambda: sum(transfer.bytes_by_kind[kind] for kind in ("rows", "index")) > 0)
+    until(lambda: sum(transfer.bytes_by_kind[kind] for kind in ("rows", "index")) > 0)
     threading.Event().wait(0.1)
     sent = sum(transfer.bytes_by_kind[kind] for kind in ("rows", "index"))
     assert 0 < sent <= credit_bytes
@@ -234,7 +235,7 @@ def test_blocks_are_kept_until_the_acknowledgement(wire: Wire, sink: RecordingSi
     layers = kit.make_layers(manifest)
     kit.send(transfer, layers)
     total = sum(named.tensor.nbytes for named in layers[0])
-    assert kit.eventually(lambda: sink.blocks == 3)
+    until(lambda: sink.blocks == 3)
     assert sender.buffered_bytes == total
     transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
     transfer.wait(kit.WAIT_S)
@@ -251,7 +252,7 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     assert failed.value.reason == "buffer_full"
     assert sender.buffered_bytes == 0
     sink.gate.set()
-    assert kit.eventually(lambda: sink.aborted == {manifest.key: "aborted"})
+    until(lambda: sink.aborted == {manifest.key: "aborted"})
 
 
 def test_slow_computation_between_layers_is_not_idleness(
@@ -267,12 +268,12 @@ def test_slow_computation_between_layers_is_not_idleness(
     sender = wire.sender(keepalive_interval_s=0.05, timeout_s=kit.WAIT_S)
     transfer = kit.open_transfer(sender, server, manifest)
     transfer.send_layer(0, layers[0])
-    assert kit.eventually(lambda: sink.blocks == 3 and transfer._written_bytes == transfer._sent_bytes)
+    until(lambda: sink.blocks == 3 and transfer._written_bytes == transfer._sent_bytes)
     incoming = server._transfers[manifest.key]
     for _ in range(3):
         ahead_s += 0.75 * kit.WAIT_S
         turned_s = clock.monotonic()
-        assert kit.eventually(lambda turned_s=turned_s: incoming.heard_at_s > turned_s)
+        until(lambda turned_s=turned_s: incoming.heard_at_s > turned_s)
     kit.ship(transfer, layers[1:], first=1)
     kit.assert_arrived(sink, manifest, layers)
 

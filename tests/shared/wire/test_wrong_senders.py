@@ -10,6 +10,7 @@ from typing import Any
 import kvtest.wire as kit
 import pytest
 from kvtest.lanes import some
+from kvtest.waiting import until
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import LeaseExpired, MalformedMessage, TransferFailed
@@ -220,7 +221,7 @@ def test_a_damaged_stream_of_blocks_is_refused_and_the_rest_is_late(
     manifest, peer = begin(wire, sink)
     late = num_late(peer, sink, damage(messages_of(manifest)), kind, reason) - 1
     assert late >= 2
-    assert kit.eventually(lambda: wire.late_blocks == late)
+    until(lambda: wire.late_blocks == late)
 
 
 def repeat_the_header(messages: list[Message]) -> Frames:
@@ -286,7 +287,7 @@ def test_a_wrong_layer_header_is_refused_before_the_sink_sees_it(
     late = num_late(peer, sink, damage(messages_of(manifest)), kind, reason)
     expected = [kit.header_of(layer, tensors) for layer, tensors in enumerate(kit.make_layers(manifest))]
     assert sink.layers[manifest.key] == expected[: len(sink.layers[manifest.key])]
-    assert kit.eventually(lambda: wire.late_blocks == late)
+    until(lambda: wire.late_blocks == late)
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(1, 0), (0, 1), (2**32 - 1, 2**48)])
@@ -315,7 +316,7 @@ def test_blocks_of_an_outdated_generation_are_dropped_and_counted(wire: Wire, si
     assert wire.late_blocks == 2
     peer.say(*layer)
     peer.say(header, payload)
-    assert kit.eventually(lambda: peer.next(MessageType.CREDIT)[0].total_bytes == len(payload))
+    until(lambda: peer.next(MessageType.CREDIT)[0].total_bytes == len(payload))
     assert sink.blocks == 1
     assert sink.aborted == {}
 
@@ -356,6 +357,6 @@ def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Wire, sink
 @pytest.mark.parametrize("wire", some(kit.TRANSPORTS, "tcp", "shm"), indirect=True)
 def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Wire, sink: RecordingSink) -> None:
     manifest, peer = begin(wire, sink, idle_timeout_s=600.0)
-    assert kit.eventually(lambda: manifest.key in sink.manifests)
+    until(lambda: manifest.key in sink.manifests)
     peer.close()
-    assert kit.eventually(lambda: sink.aborted == {manifest.key: "peer_lost"})
+    until(lambda: sink.aborted == {manifest.key: "peer_lost"})
