@@ -9,7 +9,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
@@ -167,9 +166,7 @@ def test_workers_leave_under_32_streams(services: Services, expected: list[str])
         ]
         for _ in range(enough):
             assert num_tokens.acquire(timeout=WAIT_S)
-        deadline_s = time.monotonic() + WAIT_S
-        while not all(worker.metric("kvferry_decode_batch_size") for worker in services.decode):
-            assert time.monotonic() < deadline_s, "a decode worker has no stream"
+        until(lambda: all(worker.metric("kvferry_decode_batch_size") for worker in services.decode))
         for worker in leaving:
             end(worker)
         texts = [its.result(WAIT_S) for its in streams]
@@ -241,17 +238,13 @@ def test_streams_that_are_left_when_the_time_is_over_go_on_at_other_workers(say:
             pinned = {"session_id": session, "session_mode": "append", "session_pin": True}
             return {**request(index), "max_tokens": num_tokens, **pinned}
 
-        begun = threading.Semaphore(0)
+        begun = {f"{index}-{copy}": threading.Event() for index in indices for copy in range(2)}
         streams = {
-            f"{index}-{copy}": pool.submit(
-                stream, services.url, body(index, f"{index}-{copy}"), begun.release
-            )
-            for index in indices
-            for copy in range(2)
+            name: pool.submit(stream, services.url, body(int(name[0]), name), its.set)
+            for name, its in begun.items()
         }
-        for _ in range(3 * len(streams)):
-            assert begun.acquire(timeout=WAIT_S)
-        assert all(worker.metric("kvferry_decode_batch_size") for worker in services.decode)
+        assert all(its.wait(WAIT_S) for its in begun.values())
+        until(lambda: all(worker.metric("kvferry_decode_batch_size") for worker in services.decode))
         leaving = (services.prefill[0], services.decode[0])
         for worker in leaving:
             end(worker)

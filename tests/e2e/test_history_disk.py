@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 from kvtest.answers import assistant, chat, chat_body, known_tokens, said, user
+from kvtest.ports import free_port
 from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
@@ -93,6 +94,8 @@ def test_with_the_routers_sessions_in_redis_only_the_new_question_is_sent_until_
     start_stack: Callable[..., Any], redis_server: Any, make_document: Callable[..., Any], tmp_path: Path
 ) -> None:
     options = (
+        # the next router takes the place of a killed one at the same address, and waits for none
+        *("--listen", f"127.0.0.1:{free_port()}"),
         *("--history-disk", str(tmp_path / "kv"), "--history-disk-bytes", "1GiB"),
         *("--history-redis", redis_server.url, "--history-redis-timeout-s", "20"),
     )

@@ -291,7 +291,7 @@ async def test_client_that_reads_nothing_slows_nobody_and_is_dropped(start_stack
         await eventually(lambda: len(stack.decode[0].requests) == 16)
         assert (await stack.http.post("/v1/chat/completions", json=BODY)).status_code == 200
         await eventually(
-            lambda: stack.metric("request_failure_total", category="cancelled") == 1, timeout_s=200
+            lambda: stack.metric("request_failure_total", category="cancelled") == 1, within_s=200
         )
 
 
