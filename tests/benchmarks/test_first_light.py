@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.processes import is_running
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -102,11 +103,6 @@ def command_line(tmp_path: Path, *words: str) -> tuple[int, str, dict[str, Any]]
     )  # fmt: skip
     assert (tmp_path / "results.json").exists(), done.stderr
     return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_machine_is_described_and_the_summary_comes_last(tmp_path: Path) -> None:

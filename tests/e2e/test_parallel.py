@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from kvtest.parallel import same_or_tied
+from kvtest.processes import is_running
 from kvtest.recovery import stream_tokens
 from kvtest.transformers_model import prompt_of
+from kvtest.waiting import until
 
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.plan import Budget
@@ -40,12 +42,7 @@ def rank_of(pid: int) -> int:
 
 def await_end(pid: int) -> None:
     """A rank ends with its worker, also with one that was killed."""
-    deadline_s = time.monotonic() + 120
-    status = Path(f"/proc/{pid}/status")
-    # a zombie is left where nobody waits for orphans
-    while status.exists() and "State:\tZ" not in status.read_text():
-        assert time.monotonic() < deadline_s, pid
-        time.sleep(0.05)
+    until(lambda: not is_running(pid))
 
 
 def check_uneven_heads(base_url: str) -> None:

@@ -43,6 +43,14 @@ class Process:
             os.kill(self.popen.pid, signal.SIGCONT)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie is left where nobody waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the second: it ends while its file is read
+        return False
+
+
 @contextmanager
 def started(
     folder: Path,

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kvtest.processes import is_running
 
 from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
@@ -20,13 +21,6 @@ from kvferry.tools.evaluation.epsilon import save_table
 
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()")
 ROLES = ("prefill", "decode", "router")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:
