@@ -47,6 +47,7 @@ from kvferry.shared.wire.messages import (
 )
 
 BEAT_INTERVAL_S = 1.0
+_SUCCEED_S, _PROBE_S = 1.0, 0.05
 DEFAULT_IDLE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -96,6 +97,7 @@ class _IncomingTransfer:
         granted_bytes: payload bytes written, as last reported to the sender.
         lost_at_s: when its connection was lost; None while it is connected.
         heard_at_s, told_at_s: when a message was last received, and last sent; monotonic seconds.
+        successor: who sent the same manifest while it was connected, and when.
     """
 
     manifest: Manifest
@@ -105,6 +107,7 @@ class _IncomingTransfer:
     lost_at_s: float | None = None
     heard_at_s: float = field(default_factory=time.monotonic)
     told_at_s: float = field(default_factory=time.monotonic)
+    successor: tuple[Peer, float] | None = None
 
 
 class BlockServer:
@@ -174,13 +177,16 @@ class BlockServer:
         next_sweep_s = 0.0
         tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
         while not self._stopping:
-            for event in self._channel.poll(tick_s):
+            has_successor = any(its.successor is not None for its in self._transfers.values())
+            for event in self._channel.poll(_PROBE_S if has_successor else tick_s):
                 if isinstance(event, Received):
                     self._on_received(event)
                 else:
                     self._on_peer_lost(event)
             for incoming in tuple(self._transfers.values()):
-                if incoming.cursor.payload_bytes > incoming.granted_bytes and incoming.lost_at_s is None:
+                if incoming.successor is not None:
+                    self._probe(incoming)
+                elif incoming.cursor.payload_bytes > incoming.granted_bytes and incoming.lost_at_s is None:
                     self._grant(incoming)
             if time.monotonic() >= next_sweep_s:
                 self._sweep()
@@ -243,7 +249,8 @@ class BlockServer:
                 self._sink.commit(_checked_end(incoming, payload[0]))
                 del self._transfers[header.key]
                 self._committed[header.key] = incoming
-                self._send(peer, FrameHeader(type=MessageType.ACK, key=header.key))
+                for each in (peer, *(incoming.successor or ())[:1]):
+                    self._send(each, FrameHeader(type=MessageType.ACK, key=header.key))
             case MessageType.KEEPALIVE:
                 pass
             case _:
@@ -276,19 +283,42 @@ class BlockServer:
             self._grant(incoming)
 
     def _resume(self, incoming: _IncomingTransfer, peer: Peer, manifest: Manifest) -> None:
-        """Go on with a transfer over another connection, if its own is lost."""
-        if incoming.lost_at_s is None and incoming.peer != peer:
-            self._grant(incoming)  # shows whether the connection is
-        if incoming.lost_at_s is None or manifest != incoming.manifest:
-            raise MalformedMessage(f"a second manifest of {manifest.key} was received", reason="order")
-        incoming.peer, incoming.lost_at_s = peer, None
-        incoming.heard_at_s = time.monotonic()
+        """Go on with a transfer over another connection, if its own is lost, or will be within _SUCCEED_S: a
+        sender may learn of a cut before its receiver does."""
+        is_again = incoming.peer == peer and incoming.lost_at_s is None
+        if is_again or manifest != incoming.manifest:
+            raise _second_manifest(manifest)
+        self._refuse_successor(incoming)
+        incoming.successor = peer, time.monotonic()
+        if incoming.lost_at_s is not None:
+            self._succeed(incoming)
+
+    def _succeed(self, incoming: _IncomingTransfer) -> None:
+        """The connection is lost: go on over the successor's, if there is one."""
+        now_s = incoming.lost_at_s = time.monotonic()
+        if incoming.successor is not None:
+            incoming.peer, incoming.successor = incoming.successor[0], None
+            incoming.lost_at_s, incoming.heard_at_s = None, now_s
+            self._grant(incoming)
+
+    def _probe(self, incoming: _IncomingTransfer) -> None:
+        """Find out whether the connection is lost, which some channels tell only where something is sent."""
         self._grant(incoming)
+        if incoming.successor is not None and time.monotonic() - incoming.successor[1] > _SUCCEED_S:
+            self._refuse_successor(incoming)
+
+    def _refuse_successor(self, incoming: _IncomingTransfer) -> None:
+        if incoming.successor is not None:
+            peer, incoming.successor = incoming.successor[0], None
+            header = FrameHeader(type=MessageType.NACK, key=incoming.manifest.key)
+            self._send(peer, header, encode_nack(_second_manifest(incoming.manifest)))
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         for incoming in self._transfers.values():
+            if incoming.successor is not None and incoming.successor[0] == event.peer:
+                incoming.successor = None
             if incoming.peer == event.peer:
-                incoming.lost_at_s = time.monotonic()
+                self._succeed(incoming)
 
     def _fail(self, incoming: _IncomingTransfer, error: KvferryError) -> None:
         self._drop(incoming, error.reason)
@@ -298,6 +328,7 @@ class BlockServer:
     def _drop(self, incoming: _IncomingTransfer, reason: str) -> None:
         key = incoming.manifest.key
         del self._transfers[key]
+        self._refuse_successor(incoming)
         try:
             self._sink.abort(key, reason)
         except Exception:
@@ -316,7 +347,7 @@ class BlockServer:
             incoming.granted_bytes = cursor.payload_bytes
             incoming.told_at_s = time.monotonic()
         else:
-            incoming.lost_at_s = time.monotonic()
+            self._succeed(incoming)
 
     def _sweep(self) -> None:
         """Abort idle transfers and those whose sender did not come back; repeat the credit of quiet ones."""
@@ -336,6 +367,10 @@ class BlockServer:
 
     def _send(self, peer: Peer, header: FrameHeader, payload: bytes = b"") -> SendResult:
         return self._channel.send(peer, (encode_header(header, (payload,)), payload))
+
+
+def _second_manifest(manifest: Manifest) -> MalformedMessage:
+    return MalformedMessage(f"a second manifest of {manifest.key} was received", reason="order")
 
 
 def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> EndRecord:

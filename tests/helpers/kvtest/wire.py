@@ -24,7 +24,6 @@ from kvferry.shared.wire.channel import (
     Channel,
     ListeningChannel,
     PeerLost,
-    Received,
     SendResult,
     ignore_transport,
 )
@@ -278,8 +277,9 @@ class BarePeer:
 
     def _poll(self) -> None:
         for event in self._channel.poll(0.05):
-            assert not isinstance(event, PeerLost)
-            assert isinstance(event, Received)
+            if isinstance(event, PeerLost):
+                assert event.peer != self._endpoint
+                continue
             header, payload = decode_message(event.frames)
             self._received.append((header, b"".join(payload)))
 

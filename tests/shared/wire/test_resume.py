@@ -176,6 +176,70 @@ def test_another_manifest_of_a_lost_transfer_is_refused(wire: Wire, sink: Record
     assert sink.aborted == {}
 
 
+def test_a_sender_that_knows_of_a_cut_before_its_receiver_goes_on(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest(rows=(3,))
+    server = wire.server(sink)
+    peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
+    peer.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    again.manifest(manifest)
+    peer.next(MessageType.CREDIT)  # asks whether it is there
+    peer.close()
+    assert again.next(MessageType.CREDIT)[0].sequence == 0
+    again.layer(manifest.key, 0, kit.header_of(0, []))
+    again.end(manifest.key, num_blocks=0, payload_bytes=0)
+    again.next(MessageType.ACK)
+    assert sink.aborted == {}
+
+
+def test_a_sender_that_knows_of_a_cut_before_its_receiver_is_acknowledged(
+    wire: Wire, sink: RecordingSink
+) -> None:
+    """What it sent before the cut is read after its manifest over another connection."""
+    manifest = kit.make_manifest(rows=(3,))
+    server = wire.server(sink)
+    peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
+    peer.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    again.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    peer.layer(manifest.key, 0, kit.header_of(0, []))
+    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    again.next(MessageType.ACK)
+    assert list(sink.committed) == [manifest.key]
+
+
+def test_of_two_that_would_go_on_only_the_last_one_does(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest(rows=(3,))
+    server = wire.server(sink)
+    peer, second, third = (wire.bare(server.endpoint) for _ in range(3))
+    peer.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    second.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    third.manifest(manifest)
+    assert second.refusal().reason == "order"
+    peer.close()
+    assert third.next(MessageType.CREDIT)[0].sequence == 0
+    third.close()
+    until(lambda: sink.aborted == {manifest.key: "peer_lost"})
+
+
+def test_one_that_would_go_on_and_is_lost_itself_ends_nothing(wire: Wire, sink: RecordingSink) -> None:
+    manifest = kit.make_manifest(rows=(3,))
+    server = wire.server(sink)
+    peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
+    peer.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    again.manifest(manifest)
+    peer.next(MessageType.CREDIT)
+    again.close()
+    peer.layer(manifest.key, 0, kit.header_of(0, []))
+    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    peer.next(MessageType.ACK)
+    assert sink.aborted == {}
+
+
 def test_the_acknowledgement_is_repeated_for_a_sender_that_missed_it(wire: Wire, sink: RecordingSink) -> None:
     manifest = kit.make_manifest(rows=(3,))
     server = wire.server(sink)
