@@ -49,8 +49,13 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     with ExitStack() as stack:
-        names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-        waits = [stack.enter_context(started(folder, name, "--threads", "1")) for name in names]
+        # Of equally busy workers the one with more free bytes gets a session, so both have the same memory.
+        roles = {"prefill": ("--threads", "1", "--history-bytes", "1GiB"), "decode": ("--threads", "1")}
+        waits = [
+            stack.enter_context(started(folder, f"{role}-{number}", *options))
+            for role, options in roles.items()
+            for number in range(2)
+        ]
         workers = [wait() for wait in waits]
         prefill, decode = workers[:2], workers[2:]
         router = stack.enter_context(

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from kvtest.answers import assistant, chat, chat_body, known_tokens, said, user
 from kvtest.ports import free_port
+from kvtest.processes import is_running
 from kvtest.waiting import until
 
 from kvferry.shared.compression.plan import Budget
@@ -46,6 +47,7 @@ def kill_all(stack: Any) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     stack.process.wait(60)
+    until(lambda: not any(map(is_running, pids)))
 
 
 def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(

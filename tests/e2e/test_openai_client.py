@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from kvtest.waiting import until
 
 FACT = "remember that the pin of the red castle is 4 2 7 1 . what is the pin of the red castle ?"
 EOS = "6"
@@ -103,8 +104,7 @@ def test_echo_reports_every_token_of_a_prompt_whose_kv_is_stored(client: openai.
     def complete(**fields: Any) -> Any:
         return client.completions.create(model="demo", prompt=prompt, temperature=0, **fields)
 
-    complete(max_tokens=1)
-    assert complete(max_tokens=1).usage.prompt_tokens_details.cached_tokens > 0
+    until(lambda: complete(max_tokens=1).usage.prompt_tokens_details.cached_tokens > 0)
     answer = complete(max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer.choices
     assert choice.text == "".join(choice.logprobs.tokens) == prompt

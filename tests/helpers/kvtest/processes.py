@@ -44,11 +44,13 @@ class Process:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie is left where nobody waits for it."""
+    """Whether a thread of a process has not ended: until then its sockets are open. Where nobody waits for
+    the process, zombies are left."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second: it ends while its file is read
-        return False
+        tasks = [its.read_text() for its in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # one ends while its file is read
+        return is_running(pid)
+    return any(task.rpartition(")")[2].split()[0] not in "ZX" for task in tasks)
 
 
 @contextmanager
