@@ -47,7 +47,9 @@ from kvferry.shared.wire.messages import (
 )
 
 BEAT_INTERVAL_S = 1.0
-_SUCCEED_S, _PROBE_S = 1.0, 0.05
+_TAKEOVER_S = 1.0
+"""How long a sender that comes over another connection waits for the loss of its former one."""
+_PROBE_S = 0.05
 DEFAULT_IDLE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -175,17 +177,18 @@ class BlockServer:
 
     def _serve(self) -> None:
         next_sweep_s = 0.0
-        tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
+        wait_s = tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
         while not self._stopping:
-            has_successor = any(its.successor is not None for its in self._transfers.values())
-            for event in self._channel.poll(_PROBE_S if has_successor else tick_s):
+            for event in self._channel.poll(wait_s):
                 if isinstance(event, Received):
                     self._on_received(event)
                 else:
                     self._on_peer_lost(event)
+            wait_s = tick_s
             for incoming in tuple(self._transfers.values()):
                 if incoming.successor is not None:
                     self._probe(incoming)
+                    wait_s = min(tick_s, _PROBE_S)
                 elif incoming.cursor.payload_bytes > incoming.granted_bytes and incoming.lost_at_s is None:
                     self._grant(incoming)
             if time.monotonic() >= next_sweep_s:
@@ -249,8 +252,10 @@ class BlockServer:
                 self._sink.commit(_checked_end(incoming, payload[0]))
                 del self._transfers[header.key]
                 self._committed[header.key] = incoming
-                for each in (peer, *(incoming.successor or ())[:1]):
-                    self._send(each, FrameHeader(type=MessageType.ACK, key=header.key))
+                acknowledged = FrameHeader(type=MessageType.ACK, key=header.key)
+                self._send(peer, acknowledged)
+                if incoming.successor is not None:  # the sender may have left this connection
+                    self._send(incoming.successor[0], acknowledged)
             case MessageType.KEEPALIVE:
                 pass
             case _:
@@ -283,18 +288,18 @@ class BlockServer:
             self._grant(incoming)
 
     def _resume(self, incoming: _IncomingTransfer, peer: Peer, manifest: Manifest) -> None:
-        """Go on with a transfer over another connection, if its own is lost, or will be within _SUCCEED_S: a
-        sender may learn of a cut before its receiver does."""
+        """Go on with a transfer over another connection, if its own is lost, or will be within _TAKEOVER_S:
+        a sender may learn of a cut before its receiver does."""
         is_again = incoming.peer == peer and incoming.lost_at_s is None
         if is_again or manifest != incoming.manifest:
             raise _second_manifest(manifest)
         self._refuse_successor(incoming)
         incoming.successor = peer, time.monotonic()
         if incoming.lost_at_s is not None:
-            self._succeed(incoming)
+            self._lose(incoming)
 
-    def _succeed(self, incoming: _IncomingTransfer) -> None:
-        """The connection is lost: go on over the successor's, if there is one."""
+    def _lose(self, incoming: _IncomingTransfer) -> None:
+        """The connection is lost: the successor takes over, if there is one."""
         now_s = incoming.lost_at_s = time.monotonic()
         if incoming.successor is not None:
             incoming.peer, incoming.successor = incoming.successor[0], None
@@ -304,7 +309,7 @@ class BlockServer:
     def _probe(self, incoming: _IncomingTransfer) -> None:
         """Find out whether the connection is lost, which some channels tell only where something is sent."""
         self._grant(incoming)
-        if incoming.successor is not None and time.monotonic() - incoming.successor[1] > _SUCCEED_S:
+        if incoming.successor is not None and time.monotonic() - incoming.successor[1] > _TAKEOVER_S:
             self._refuse_successor(incoming)
 
     def _refuse_successor(self, incoming: _IncomingTransfer) -> None:
@@ -318,7 +323,7 @@ class BlockServer:
             if incoming.successor is not None and incoming.successor[0] == event.peer:
                 incoming.successor = None
             if incoming.peer == event.peer:
-                self._succeed(incoming)
+                self._lose(incoming)
 
     def _fail(self, incoming: _IncomingTransfer, error: KvferryError) -> None:
         self._drop(incoming, error.reason)
@@ -347,7 +352,7 @@ class BlockServer:
             incoming.granted_bytes = cursor.payload_bytes
             incoming.told_at_s = time.monotonic()
         else:
-            self._succeed(incoming)
+            self._lose(incoming)
 
     def _sweep(self) -> None:
         """Abort idle transfers and those whose sender did not come back; repeat the credit of quiet ones."""

@@ -9,7 +9,7 @@ import kvtest.wire as kit
 import pytest
 from kvtest.proxy import CuttingProxy, CuttingRingProxy, CuttingSealedProxy
 from kvtest.waiting import until
-from kvtest.wire import RecordingSink, Wire
+from kvtest.wire import BarePeer, RecordingSink, Wire
 
 from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.channel import Channel
@@ -176,18 +176,28 @@ def test_another_manifest_of_a_lost_transfer_is_refused(wire: Wire, sink: Record
     assert sink.aborted == {}
 
 
-def test_a_sender_that_knows_of_a_cut_before_its_receiver_goes_on(wire: Wire, sink: RecordingSink) -> None:
+def over_two_connections(wire: Wire, sink: RecordingSink) -> tuple[Manifest, BarePeer, BarePeer]:
+    """A transfer of one layer whose manifest came over a connection, and again over another one."""
     manifest = kit.make_manifest(rows=(3,))
     server = wire.server(sink)
     peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
     peer.manifest(manifest)
     peer.next(MessageType.CREDIT)
     again.manifest(manifest)
-    peer.next(MessageType.CREDIT)  # asks whether it is there
+    peer.next(MessageType.CREDIT)  # asks whether the connection is lost
+    return manifest, peer, again
+
+
+def say_the_rest(peer: BarePeer, manifest: Manifest) -> None:
+    peer.layer(manifest.key, 0, kit.header_of(0, []))
+    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+
+
+def test_a_sender_that_knows_of_a_cut_before_its_receiver_goes_on(wire: Wire, sink: RecordingSink) -> None:
+    manifest, peer, again = over_two_connections(wire, sink)
     peer.close()
     assert again.next(MessageType.CREDIT)[0].sequence == 0
-    again.layer(manifest.key, 0, kit.header_of(0, []))
-    again.end(manifest.key, num_blocks=0, payload_bytes=0)
+    say_the_rest(again, manifest)
     again.next(MessageType.ACK)
     assert sink.aborted == {}
 
@@ -196,15 +206,8 @@ def test_a_sender_that_knows_of_a_cut_before_its_receiver_is_acknowledged(
     wire: Wire, sink: RecordingSink
 ) -> None:
     """What it sent before the cut is read after its manifest over another connection."""
-    manifest = kit.make_manifest(rows=(3,))
-    server = wire.server(sink)
-    peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
-    peer.manifest(manifest)
-    peer.next(MessageType.CREDIT)
-    again.manifest(manifest)
-    peer.next(MessageType.CREDIT)
-    peer.layer(manifest.key, 0, kit.header_of(0, []))
-    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    manifest, peer, again = over_two_connections(wire, sink)
+    say_the_rest(peer, manifest)
     again.next(MessageType.ACK)
     assert list(sink.committed) == [manifest.key]
 
@@ -226,16 +229,9 @@ def test_of_two_that_would_go_on_only_the_last_one_does(wire: Wire, sink: Record
 
 
 def test_one_that_would_go_on_and_is_lost_itself_ends_nothing(wire: Wire, sink: RecordingSink) -> None:
-    manifest = kit.make_manifest(rows=(3,))
-    server = wire.server(sink)
-    peer, again = wire.bare(server.endpoint), wire.bare(server.endpoint)
-    peer.manifest(manifest)
-    peer.next(MessageType.CREDIT)
-    again.manifest(manifest)
-    peer.next(MessageType.CREDIT)
+    manifest, peer, again = over_two_connections(wire, sink)
     again.close()
-    peer.layer(manifest.key, 0, kit.header_of(0, []))
-    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    say_the_rest(peer, manifest)
     peer.next(MessageType.ACK)
     assert sink.aborted == {}
 
@@ -245,8 +241,7 @@ def test_the_acknowledgement_is_repeated_for_a_sender_that_missed_it(wire: Wire,
     server = wire.server(sink)
     peer = wire.bare(server.endpoint)
     peer.manifest(manifest)
-    peer.layer(manifest.key, 0, kit.header_of(0, []))
-    peer.end(manifest.key, num_blocks=0, payload_bytes=0)
+    say_the_rest(peer, manifest)
     peer.next(MessageType.ACK)
     peer.close()
     again = wire.bare(server.endpoint)
