@@ -1,18 +1,23 @@
-"""The faults that are planted to test the tests fit the sources."""
+"""The faults that are planted to test the tests fit the sources, and the committed run caught them."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvtest.planted_faults import PLANTED_FAULTS, PlantedFault, plant
 
 ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "planted-faults" / "latest.json"
 PRODUCT = ("kernels", "services", "shared")
 NUM_KNOWN = 9
 MIN_OTHERS = 14
+MIN_CAUGHT = 0.9
+"""Of the faults that are of no known kind."""
 
 every_fault = pytest.mark.parametrize("fault", PLANTED_FAULTS, ids=lambda fault: fault.name)
 
@@ -22,6 +27,13 @@ def copied(fault: PlantedFault, folder: Path) -> Path:
     path = folder / fault.path
     path.parent.mkdir(parents=True)
     return Path(shutil.copyfile(ROOT / fault.path, path))
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    assert RESULT.exists(), f"run benchmarks/planted_faults.py, which writes {RESULT.relative_to(ROOT)}"
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return found
 
 
 @every_fault
@@ -57,3 +69,20 @@ def test_there_are_faults_of_every_known_kind_and_others() -> None:
     assert len({fault.name for fault in PLANTED_FAULTS}) == len(PLANTED_FAULTS)
     assert sum(fault.known for fault in PLANTED_FAULTS) == NUM_KNOWN
     assert len(PLANTED_FAULTS) >= NUM_KNOWN + MIN_OTHERS
+
+
+def test_the_committed_run_planted_every_fault(result: dict[str, Any]) -> None:
+    listed = [(tried["name"], tried["what"], tried["known"]) for tried in result["faults"]]
+    assert listed == [(fault.name, fault.what, fault.known) for fault in PLANTED_FAULTS]
+    assert result["planted"] == len(listed)
+    assert result["caught"] == sum(tried["caught"] for tried in result["faults"])
+
+
+def test_the_committed_run_caught_every_known_fault_and_nine_tenths_of_the_others(
+    result: dict[str, Any],
+) -> None:
+    missed = [tried["name"] for tried in result["faults"] if tried["known"] and not tried["caught"]]
+    assert missed == []
+    others = [tried for tried in result["faults"] if not tried["known"]]
+    assert sum(tried["caught"] for tried in others) >= MIN_CAUGHT * len(others)
+    assert all(tried["by"].startswith("tests/") for tried in result["faults"] if tried["caught"])
