@@ -61,39 +61,56 @@ async def test_closing_a_stream_that_waits_or_runs_frees_it_and_spares_the_other
     made = await harness(max_batch_size=1 if stage == "waiting" else 2)
     survivor = request_of(range(5, 45), request_id="s", max_tokens=60)
     started, proceed = threading.Event(), threading.Event()
+    num_steps = 0
 
-    def hold_first_step(token_ids):
+    def hold_step(token_ids):
+        nonlocal num_steps
         started.set()
         proceed.wait(20)
+        num_steps += 1
 
-    made.model.before_step = hold_first_step
+    made.model.before_step = hold_step
     surviving = asyncio.create_task(made.tokens(survivor))
     await asyncio.to_thread(started.wait, 20)
     stream = made.service.generate(request_of([8] * 30, request_id="c", max_tokens=400), timeout_s=30)
     ticket = (await anext(stream)).ticket
     await asyncio.to_thread(made.shipper.ship, request_of([8] * 30, max_tokens=400), ticket)
     assert isinstance(await anext(stream), TransferAccepted)
-    proceed.set()
     if stage == "running":
+        proceed.set()
         assert isinstance(await anext(stream), TokenGenerated)
+        proceed.clear()
     await stream.aclose()
+    num_steps = 0
+    proceed.set()
     expected = OneProcessGenerator(small_model()).generate(
         list(survivor.prompt_token_ids), plan=survivor.plan, sampling=survivor.sampling
     )
     assert await surviving == [t.token_id for t in expected]
     assert await made.arena_is_free()
+    assert num_steps < 100, "the one that nobody reads went on to its end"
 
 
 async def test_cancelling_the_task_that_reads_frees_the_memory(harness, request_of):
     made = await harness()
-    started = threading.Event()
-    made.model.before_step = lambda token_ids: started.set()
+    started, proceed = threading.Event(), threading.Event()
+    num_steps = 0
+
+    def hold_step(token_ids):
+        nonlocal num_steps
+        started.set()
+        proceed.wait(20)
+        num_steps += 1
+
+    made.model.before_step = hold_step
     task = asyncio.create_task(made.run(request_of(max_tokens=500)))
     await asyncio.to_thread(started.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    proceed.set()
     assert await made.arena_is_free()
+    assert num_steps < 100, "it went on to its end"
 
 
 async def test_a_reservation_that_nothing_ships_to_expires_by_name(harness, request_of, ticket_of):
