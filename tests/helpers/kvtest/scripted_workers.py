@@ -164,6 +164,7 @@ class _Worker:
         self.version = PROTOCOL_VERSION
         self.active: set[str] = set()
         self.requests: list[GenerateRequest | PrefillRequest] = []
+        self.timeouts_s: list[float] = []
         self.faults: list[Callable[[int], None]] = []
         """One entry a turn: called with the number of tokens sent so far, may raise."""
         self.status_error: KvferryError | None = None
@@ -198,10 +199,11 @@ class _Worker:
         return self.faults.pop(0) if self.faults and not probe else lambda _: None
 
     @contextlib.contextmanager
-    def _turn(self, request: GenerateRequest | PrefillRequest):
+    def _turn(self, request: GenerateRequest | PrefillRequest, timeout_s: float):
         self.active.add(request.request_id)
         if not request.probe:
             self.requests.append(request)
+            self.timeouts_s.append(timeout_s)
         try:
             yield
         finally:
@@ -239,7 +241,7 @@ class ScriptedDecode(_Worker):
         self, request: GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[GenerateEvent, None]:
         fault = self._next_fault(request.probe)
-        with self._turn(request):
+        with self._turn(request, timeout_s):
             fault(-1)
             ticket = self._wire.open(request, self.script.spec)
             yield TicketIssued(ticket=ticket)
@@ -301,7 +303,7 @@ class ScriptedPrefill(_Worker):
     ) -> AsyncGenerator[PrefillEvent, None]:
         fault = self._next_fault(request.probe)
         self.pending.begin(request)
-        with self._turn(request):
+        with self._turn(request, timeout_s):
             if request.session is not None:
                 self.staged[request.request_id] = request.session
             await asyncio.sleep(self.script.prefill_delay_s)

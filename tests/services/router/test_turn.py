@@ -138,6 +138,18 @@ async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers)
     assert workers.prefill.active == workers.decode.active == set()
 
 
+async def test_workers_are_given_what_is_left_until_the_deadline(workers: Workers) -> None:
+    def lose(num_tokens: int) -> None:
+        if num_tokens == 1:
+            raise WorkerUnavailable("gone")
+
+    workers.decode.faults = [lose]
+    await workers.runner.run(workers.request(time_s=20.0))
+    for worker in (workers.prefill, workers.decode):
+        first_s, again_s = worker.timeouts_s
+        assert 0 < again_s < first_s <= 20.0
+
+
 async def test_a_prompt_is_looked_for_at_a_few_workers_and_goes_to_one_of_them() -> None:
     it = Workers()
     clients = {f"p{number}": CountedPrefill(it.script, Wire()) for number in range(20)}

@@ -153,6 +153,40 @@ def test_two_first_turns_are_fenced_too(make_any_worker: Callable[..., Worker]) 
         turns[0][1].commit(tokens(9))
 
 
+@pytest.mark.parametrize("goes_on", [False, True], ids=["first turns", "later turns"])
+def test_a_turn_that_is_committed_while_another_is_written_is_fenced(
+    make_any_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """The other turn comes after the base is read; what writes the record compares it once more."""
+    first, second = make_any_worker(), make_any_worker()
+    said = tokens(9) if goes_on else ()
+    if goes_on:
+        first.turn(A, said)
+    record = first.lowest.record
+    bases = [record(A)]
+    turn, prompt = first.begin(A, (*said, 1, 2)), (*said, 1, 2)
+    first.run(turn, prompt, lambda layer: None)
+    second.turn(A, (*said, 3))
+    monkeypatch.setattr(first.lowest, "record", lambda session: bases.pop() if bases else record(session))
+    with pytest.raises(SessionBusy):
+        turn.commit(prompt)
+    assert first.failures == {"fenced": 1}
+    kept = second.lowest.record(A)
+    assert kept is not None
+    assert kept.token_ids == (*said, 3)
+
+
+def test_a_deleted_session_leaves_its_room_to_others(make_worker: Callable[..., Worker]) -> None:
+    # as below, a session takes about 4200 bytes
+    worker = make_worker(redis_max_bytes=2 * 4200 + 600)
+    sessions = [SessionKey(owner="key-a", session_id=name) for name in "xyz"]
+    for session in sessions[:2]:
+        worker.turn(session, tokens(20))
+    worker.store.drop(sessions[0])
+    worker.turn(sessions[2], tokens(20))
+    assert [worker.remote.record(session) is not None for session in sessions] == [False, True, True]
+
+
 def test_a_key_over_its_quota_loses_its_own_longest_unused_sessions(
     make_worker: Callable[..., Worker], redis_server: Any
 ) -> None:
