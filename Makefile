@@ -68,7 +68,7 @@ test-all: environment lm-eval schemathesis atheris policies kvpress checks
 	export LM_EVAL_COMMAND="$$(realpath -es $(LM_EVAL) 2>/dev/null)" \
 		SCHEMATHESIS_COMMAND="$$(realpath -es $(SCHEMATHESIS) 2>/dev/null)" \
 		ATHERIS_PATH="$$(realpath -es $(ATHERIS) 2>/dev/null)" \
-		KVFERRY_KVPRESS_PYTHON="$$([ -e $(KVPRESS)/.installed ] && realpath -s $(KVPRESS)/bin/python)" \
+		KVPRESS_PYTHON="$$([ -e $(KVPRESS)/.installed ] && realpath -s $(KVPRESS)/bin/python)" \
 		PEERS="$$([ -e $(PEERS)/.installed ] && realpath -s $(PEERS))"; \
 	$(call run_tests,--all)
 

@@ -205,8 +205,10 @@ def combine_if_last(
         highest = tl.full([_BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([_BLOCK_G], tl.float32)
         out = tl.zeros([_BLOCK_G, d.shape[0]], tl.float32)
-        for first in range(0, num_slots * G, _ROWS_AT_ONCE):
-            r = first + tl.arange(0, _ROWS_AT_ONCE)
+        # what a product reads lies in shared memory, of which programs of wide heads have no more to spare
+        rows_at_once: tl.constexpr = _ROWS_AT_ONCE if d.shape[0] <= 128 else _ROWS_AT_ONCE // 2
+        for first in range(0, num_slots * G, rows_at_once):
+            r = first + tl.arange(0, rows_at_once)
             there = r < num_slots * G
             row = first_slot * G + r
             lse = tl.load(lse_ptr + row, mask=there, other=float("-inf"))

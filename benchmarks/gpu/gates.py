@@ -53,11 +53,11 @@ _FOUR_WARPS_SPILL = 88
 """Bytes, on sm_90 at 128 channels. Eight warps spill none and take 1.4 times as long on an H200 for a batch
 of eight (benchmarks/results/gpu/2026-11-27/call-4)."""
 
-_WIDE_HEADS_SPILL = 32
-"""Bytes, of 256 channels, where splits are combined."""
+_WIDE_HEADS_SPILL = 8
+"""Bytes, on sm_80 at 256 channels; with more registers than 128 an SM has one program of eight warps, not
+two."""
 _ONE_QUERY_SPILL = 16
-"""Bytes, on sm_80 at 256 channels and one query head a KV head; with more registers than 128 an SM has one
-program of eight warps, not two."""
+"""The same, of one query head a KV head."""
 
 GATES = {
     "_append_rows_kernel": Gate(registers=64),
@@ -67,7 +67,6 @@ GATES = {
     "_nucleus_kernel": Gate(registers=128),
     "_dense_decode_kernel": Gate(
         registers=192,
-        stack_bytes=_WIDE_HEADS_SPILL,
         streams={"tl.load(key_ptr + key_offset + at": _WIDE, "tl.load(value_ptr + value_offset + at": _WIDE},
     ),
     "_score_pages_kernel": Gate(
@@ -80,7 +79,6 @@ GATES = {
     "_select_tokens_kernel": Gate(registers=128),
     "_gather_attend_kernel": Gate(
         registers=168,
-        stack_bytes=_WIDE_HEADS_SPILL,
         streams={
             "tl.load(arena_ptr + key_offset + at": _WIDE,
             "tl.load(arena_ptr + value_offset + at": _WIDE,

@@ -5,7 +5,7 @@ kvpress kept of them; `make_fixtures.py` made it, in an environment of its own. 
 through our parts at kvpress's own row counts, and the sets must be the same, head by head. Where we depart
 from kvpress on purpose, a test says how, undoes it to come to kvpress's set, and pins that it matters.
 
-With KVFERRY_KVPRESS_PYTHON naming an interpreter that has `requirements-kvpress.txt` installed, the file is
+With KVPRESS_PYTHON naming an interpreter that has `requirements-kvpress.txt` installed, the file is
 made again and compared.
 """
 
@@ -40,7 +40,7 @@ from kvferry.shared.compression.scorers import make_scorer
 
 FOLDER = Path(__file__).parent
 FIXTURES = FOLDER / "kvpress.npz"
-INTERPRETER = "KVFERRY_KVPRESS_PYTHON"
+INTERPRETER = "KVPRESS_PYTHON"
 
 HEAD_DIM = 8
 SINKS, RECENTS = 8, 4
