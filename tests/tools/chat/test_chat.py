@@ -120,6 +120,10 @@ def test_an_unreachable_router_is_told_with_its_address() -> None:
     assert "the router at http://127.0.0.1:1 cannot be reached" in done.stderr
 
 
+_PROMPT_BEGINS = b"\x1b[?2004h"
+"""The editor asks the terminal to mark what is pasted; it reads each character from then on."""
+
+
 class Terminal:
     """`kvferry chat` on a pseudo-terminal of its own."""
 
@@ -136,6 +140,7 @@ class Terminal:
         )
         os.close(slave)
         self._shown = ""
+        self._raw = b""
 
     def type(self, keys: str) -> None:
         left = keys.encode()
@@ -165,8 +170,22 @@ class Terminal:
         before, _, self._shown = self._shown.partition(text)
         return before
 
+    def interrupt(self, text: str) -> None:
+        """Type a text and Ctrl-C, and wait for the next prompt: what is typed before it, the terminal cuts
+        off after 4,095 characters."""
+        before = self._raw.count(_PROMPT_BEGINS)
+        self.type(f"{text}\x03")
+        deadline_s = time.monotonic() + 60.0
+        while self._raw.count(_PROMPT_BEGINS) == before:
+            ready, _, _ = select.select([self._master], [], [], deadline_s - time.monotonic())
+            assert ready, f"there is no prompt in {self._shown!r}"
+            self._read()
+        self._shown = ""
+
     def _read(self) -> None:
-        self._shown += os.read(self._master, 4096).decode(errors="replace")
+        read = os.read(self._master, 4096)
+        self._raw += read
+        self._shown += read.decode(errors="replace")
         self._shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._shown)
 
     def end_of_input(self) -> int:
@@ -233,8 +252,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_session(terminal: Terminal,
     terminal.type(f"{DOCUMENT} what is the pin of the red castle ?\r")
     terminal.read_until("first token")
     terminal.read_until(">")
-    terminal.type("half a message\x03")
-    terminal.read_until(">")
+    terminal.interrupt("half a message")
     terminal.type(f"\x1b[200~{LONG}\x1b[201~ what is the pin of the red castle ?\r")
     terminal.wait_for_answer(url)
     terminal.type("\x03")
