@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtest.planted_faults import PLANTED_FAULTS, PlantedFault, plant
+from kvtest.planted_faults import MAX_MISSED, PLANTED_FAULTS, PlantedFault, plant
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "planted-faults" / "latest.json"
 PRODUCT = ("kernels", "services", "shared")
 NUM_KNOWN = 9
 MIN_OTHERS = 14
-MIN_CAUGHT = 0.9
-"""Of the faults that are of no known kind."""
 
 every_fault = pytest.mark.parametrize("fault", PLANTED_FAULTS, ids=lambda fault: fault.name)
 
@@ -78,11 +76,8 @@ def test_the_committed_run_planted_every_fault(result: dict[str, Any]) -> None:
     assert result["caught"] == sum(tried["caught"] for tried in result["faults"])
 
 
-def test_the_committed_run_caught_every_known_fault_and_nine_tenths_of_the_others(
-    result: dict[str, Any],
-) -> None:
-    missed = [tried["name"] for tried in result["faults"] if tried["known"] and not tried["caught"]]
-    assert missed == []
-    others = [tried for tried in result["faults"] if not tried["known"]]
-    assert sum(tried["caught"] for tried in others) >= MIN_CAUGHT * len(others)
+def test_the_committed_run_caught_every_known_fault_and_nearly_all_others(result: dict[str, Any]) -> None:
+    missed = [tried for tried in result["faults"] if not tried["caught"]]
+    assert not [tried["name"] for tried in missed if tried["known"]]
+    assert len(missed) <= MAX_MISSED
     assert all(tried["by"].startswith("tests/") for tried in result["faults"] if tried["caught"])

@@ -449,3 +449,5 @@ _OTHERS = (
 )
 
 PLANTED_FAULTS: tuple[PlantedFault, ...] = (*_KNOWN, *_OTHERS)
+MAX_MISSED = 1
+"""Of the faults that are of no known kind; none of the others."""

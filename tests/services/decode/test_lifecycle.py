@@ -54,63 +54,58 @@ async def test_closing_a_stream_in_transfer_frees_it_and_drops_late_blocks(begin
     assert await made.arena_is_free()
 
 
+class HeldSteps:
+    """Steps of a model that wait until `proceed` is set, counted as they end."""
+
+    def __init__(self, model):
+        self.begun, self.proceed, self.count = threading.Event(), threading.Event(), 0
+        model.before_step = self._hold
+
+    def _hold(self, token_ids):
+        self.begun.set()
+        self.proceed.wait(20)
+        self.count += 1
+
+
 @pytest.mark.parametrize("stage", ["waiting", "running"])
 async def test_closing_a_stream_that_waits_or_runs_frees_it_and_spares_the_others(
     harness, request_of, small_model, stage
 ):
     made = await harness(max_batch_size=1 if stage == "waiting" else 2)
     survivor = request_of(range(5, 45), request_id="s", max_tokens=60)
-    started, proceed = threading.Event(), threading.Event()
-    num_steps = 0
-
-    def hold_step(token_ids):
-        nonlocal num_steps
-        started.set()
-        proceed.wait(20)
-        num_steps += 1
-
-    made.model.before_step = hold_step
+    steps = HeldSteps(made.model)
     surviving = asyncio.create_task(made.tokens(survivor))
-    await asyncio.to_thread(started.wait, 20)
+    await asyncio.to_thread(steps.begun.wait, 20)
     stream = made.service.generate(request_of([8] * 30, request_id="c", max_tokens=400), timeout_s=30)
     ticket = (await anext(stream)).ticket
     await asyncio.to_thread(made.shipper.ship, request_of([8] * 30, max_tokens=400), ticket)
     assert isinstance(await anext(stream), TransferAccepted)
     if stage == "running":
-        proceed.set()
+        steps.proceed.set()
         assert isinstance(await anext(stream), TokenGenerated)
-        proceed.clear()
+        steps.proceed.clear()
     await stream.aclose()
-    num_steps = 0
-    proceed.set()
+    steps.count = 0
+    steps.proceed.set()
     expected = OneProcessGenerator(small_model()).generate(
         list(survivor.prompt_token_ids), plan=survivor.plan, sampling=survivor.sampling
     )
     assert await surviving == [t.token_id for t in expected]
     assert await made.arena_is_free()
-    assert num_steps < 100, "the one that nobody reads went on to its end"
+    assert steps.count < 100, "the one that nobody reads went on to its end"
 
 
 async def test_cancelling_the_task_that_reads_frees_the_memory(harness, request_of):
     made = await harness()
-    started, proceed = threading.Event(), threading.Event()
-    num_steps = 0
-
-    def hold_step(token_ids):
-        nonlocal num_steps
-        started.set()
-        proceed.wait(20)
-        num_steps += 1
-
-    made.model.before_step = hold_step
+    steps = HeldSteps(made.model)
     task = asyncio.create_task(made.run(request_of(max_tokens=500)))
-    await asyncio.to_thread(started.wait, 20)
+    await asyncio.to_thread(steps.begun.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    proceed.set()
+    steps.proceed.set()
     assert await made.arena_is_free()
-    assert num_steps < 100, "it went on to its end"
+    assert steps.count < 100, "it went on to its end"
 
 
 async def test_a_reservation_that_nothing_ships_to_expires_by_name(harness, request_of, ticket_of):
