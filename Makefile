@@ -1,6 +1,7 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
 # make test    what every change must pass: lint, types, import contracts, and the tests with a covering set of each
-#              matrix. STRESS=1 runs them beside two busy loops, ORDER=7 in another order
+#              matrix. STRESS=1 runs them beside two busy loops, ORDER=7 in another order, REPORT=FILE writes what
+#              they came to
 # make test-all  the same with whole matrices and everything that needs large packages; before a release. It writes
 #              benchmarks/results/test-all/latest.json
 # make debian  the Debian packages that some tests need; test does it by itself where it may

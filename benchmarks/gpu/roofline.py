@@ -46,7 +46,6 @@ from kvferry.kernels.decoder_ops.native import MAX_ROWS
 from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
 from kvferry.kernels.kivi.rows import GROUP_TOKENS
 from kvferry.kernels.op_checks import OpCheck, op_checks
-from kvferry.shared.model.fused_decode import _products
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.kernel_cache.random_model import random_model
 from kvferry.tools.kernel_cache.shapes import Shape
@@ -128,8 +127,8 @@ def model_launches(shape: Shape) -> tuple[int, int]:
     token_ids = torch.arange(3, 4 + MAX_ROWS)  # too many for the CPU's own code
     for num_layers in (2, 3):
         model = random_model(replace(tiny, num_layers=num_layers), torch.device("cpu"), max_model_len=64)
-        fused: Any = model._fused
-        fused._products = [_products(layer, join=True) for layer in fused._decoder.layers]  # as on a GPU
+        assert model._fused is not None
+        model._fused.join_products()  # as on a GPU
         with torch.no_grad():
             model.decode(token_ids, token_ids, attention=attend)  # the self-test
             with counted(operators=True) as launches:

@@ -46,8 +46,13 @@ class FusedDecode:
         self._native: NativeDecoder | None = None
         self._weights = _weights_of(self._decoder, self._head)
         self._table: Tensor | None = None
-        on_gpu = self._decoder.norm.weight.device.type == "cuda"
-        self._products = [_products(layer, join=on_gpu) for layer in self._decoder.layers]
+        self._products = [_products(layer, join=False) for layer in self._decoder.layers]
+        if self._decoder.norm.weight.device.type == "cuda":
+            self.join_products()
+
+    def join_products(self) -> None:
+        """From now on compute products of the same rows as one, whose weights then lie side by side."""
+        self._products = [_products(layer, join=True) for layer in self._decoder.layers]
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """One token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""

@@ -1,7 +1,8 @@
 """Writes what a run of the tests came to: `pytest --report FILE`.
 
-The file is JSON: the commit, the lane, how many tests passed, failed and skipped, why they skipped, how long
-it took, and which tests took longest.
+The file is JSON: the commit, the lane, the order and whether busy loops ran beside it (`make test ORDER=7
+STRESS=1`), how many tests passed, failed and skipped, why they skipped, how long it took, and which tests
+took longest.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class _Report:
         for report in (each for category in stats.values() for each in category):
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid] += report.duration
+        is_random = self._config.getoption("random_order_enabled")
         run = {
             "commit": _commit(self._config.rootpath),
             "lane": "all" if is_whole(self._config) else "fast",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "cores": len(os.sched_getaffinity(0)),
+            "order": self._config.getoption("random_order_seed") if is_random else None,
+            "stressed": bool(os.environ.get("STRESS")),
             "counts": {name: len(stats.get(name, ())) for name in OUTCOMES},
             "seconds": round(time.monotonic() - self._begin_s, 1),
             "skips": dict(Counter(_reason(report) for report in stats.get("skipped", ()))),

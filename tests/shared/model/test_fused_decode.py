@@ -17,7 +17,7 @@ from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
 from kvferry.kernels.native.library import KINDS, Product, is_available, library
 from kvferry.kernels.quarantine import quarantined, release_all
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.fused_decode import JoinedProducts, _products, side_by_side
+from kvferry.shared.model.fused_decode import JoinedProducts, side_by_side
 from kvferry.shared.model.loading import load_model
 
 FUSED = ("llama", "llama-mha", "llama-yarn", "mistral", "qwen2", "qwen3")
@@ -155,7 +155,7 @@ def test_other_models_go_through_their_modules(tmp_path: Path) -> None:
 def join_products(model: TransformersModel) -> list[JoinedProducts]:
     """As on a GPU."""
     assert model._fused is not None
-    model._fused._products = [_products(layer, join=True) for layer in model._model.get_decoder().layers]
+    model._fused.join_products()
     joined = [its for pair in model._fused._products for its in pair]
     return [its for its in joined if isinstance(its, JoinedProducts)]
 
