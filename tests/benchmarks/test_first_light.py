@@ -138,7 +138,8 @@ def test_a_stage_over_its_limit_is_killed_with_its_children_and_the_next_one_run
     (failure,) = written["hangs"]["failures"]
     assert failure.startswith("killed: it had not ended after 5 s")
     assert "in hang" in log
-    assert written["next"] == {"failures": [], "end": "ended with status 0 after 0 s"}
+    assert not written["next"]["failures"]
+    assert re.fullmatch(r"ended with status 0 after \d+ s", written["next"]["end"])
     assert "the next one" in log
 
 
