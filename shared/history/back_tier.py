@@ -96,7 +96,8 @@ class BackTier:
         self._rebuilds: set[SessionKey] = set()
         self._failed: OrderedDict[SessionKey, Commit] = OrderedDict()
         """The last commit of sessions whose write failed, without its rows."""
-        self._deletions: OrderedDict[SessionKey, None] = OrderedDict()
+        self._deletions: OrderedDict[SessionKey, object] = OrderedDict()
+        """Those that are pending, each with an object of its own: a later one of a session is another."""
         self._writer = ThreadPoolExecutor(1, f"kvferry-history-{self.name}-writer")
         self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
 
@@ -187,8 +188,8 @@ class BackTier:
             self._unqueue(session)
             self._fences.pop(session, None)
             self._failed.pop(session, None)
-            _remember(self._deletions, session, None)
-        deleted = self._writer.submit(self._delete, session)
+            _remember(self._deletions, session, deletion := object())
+        deleted = self._writer.submit(self._delete, session, deletion)
         return partial(self._wait, deleted, _DELETE_WAIT_S, "history will be deleted later")
 
     def sweep(self) -> None:
@@ -249,9 +250,11 @@ class BackTier:
             commit = self._waiting.pop(session, None)
             if commit is None:
                 return  # deleted, or written together with an earlier commit
+            # A deletion that comes from now on is one of this commit, too, and waits for the write.
+            earlier = self._deletions.get(session)
             self._num_writing = 1
         try:
-            if self._delete(session):
+            if self._delete(session, earlier):
                 self._bring(session, commit)
         except SessionBusy:
             with self._records.lock:
@@ -323,23 +326,26 @@ class BackTier:
             self._failed.pop(session, None)
             _remember(self._fences, session, written.fence)
 
-    def _delete(self, session: SessionKey) -> bool:
-        """Delete the session if that is pending; returns whether it no longer is."""
-        if not self._is_deleted(session):
-            return True
+    def _delete(self, session: SessionKey, deletion: object | None) -> bool:
+        """Delete the session if this deletion is pending; returns whether it no longer is."""
+        with self._records.lock:
+            if deletion is None or self._deletions.get(session) is not deletion:
+                return True
         try:
             self.storage.delete(session)
         except KvferryError as error:
             log.warning("history not deleted yet", tier=self.name, reason=error.reason, error=error.message)
             return False
         with self._records.lock:
-            self._deletions.pop(session, None)
+            self._fences.pop(session, None)
+            if self._deletions.get(session) is deletion:
+                del self._deletions[session]
         return True
 
     def _delete_all(self) -> None:
         with self._records.lock:
-            pending = list(self._deletions)
-        all(map(self._delete, pending))
+            pending = list(self._deletions.items())
+        all(self._delete(*each) for each in pending)
 
 
 def _remember(table: OrderedDict[SessionKey, T], session: SessionKey, value: T) -> None:

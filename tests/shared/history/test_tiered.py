@@ -176,6 +176,31 @@ def test_a_turn_that_is_committed_while_another_is_written_is_fenced(
     assert kept.token_ids == (*said, 3)
 
 
+def test_a_session_that_is_deleted_as_its_turn_begins_to_be_written_is_gone(
+    make_any_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has taken the commit from the queue, where the deletion does not find it any more."""
+    worker = make_any_worker()
+    (tier,) = worker.store._tiers
+    delete, pending = tier._delete, [A]
+
+    def delete_late(*arguments: Any) -> bool:
+        while pending:
+            tier.delete(pending.pop())
+        return delete(*arguments)
+
+    monkeypatch.setattr(tier, "_delete", delete_late)
+    worker.turn(A, tokens(20))
+    worker.store.write_behind(60.0)
+    assert worker.lowest.record(A) is None
+    assert worker.lowest.size_bytes == 0
+    assert not tier.wrote(A)
+    # what comes after the deletion stays
+    worker.turn(A, tokens(20))
+    worker.store.write_behind(60.0)
+    assert worker.lowest.record(A) is not None
+
+
 def test_a_deleted_session_leaves_its_room_to_others(make_worker: Callable[..., Worker]) -> None:
     # as below, a session takes about 4200 bytes
     worker = make_worker(redis_max_bytes=2 * 4200 + 600)
