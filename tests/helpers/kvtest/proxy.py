@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 
 from kvferry.shared.wire.noise import HANDSHAKE_BYTES
 from kvferry.shared.wire.shared_memory import socket_address
 from kvtest.ports import unreachable_endpoint
+from kvtest.relay import Relay
 
 _GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 
-class CuttingProxy:
+class CuttingProxy(Relay):
     """Forwards connections to an endpoint, and cuts them.
 
     Attributes:
@@ -36,13 +35,8 @@ class CuttingProxy:
         self.within = False
         self.num_cuts = 0
         self.forwarded_bytes = 0
-        self._sockets: list[socket.socket] = []
-        self._listener, self.endpoint = self._listen()
-        threading.Thread(target=self._accept, name="cutting-proxy", daemon=True).start()
-
-    def close(self) -> None:
-        for each in (self._listener, *self._sockets):
-            _end(each)
+        listener, self.endpoint = self._listen()
+        super().__init__(listener)
 
     def _listen(self) -> tuple[socket.socket, str]:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -52,28 +46,16 @@ class CuttingProxy:
         host, port = self.target.removeprefix("tcp://").rsplit(":", 1)
         return socket.create_connection((host, int(port)))
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = self._connect()
-                self._sockets += [client, server]
-                for work, its in ((self._forward, (client, server)), (_pipe, (server, client))):
-                    threading.Thread(target=work, args=its, daemon=True).start()
-
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            for message in self._messages(client, server):
-                if self.cuts:
-                    if self.cuts[0] == 0:
-                        del self.cuts[0]
-                        self.num_cuts += 1
-                        self._send(server, message[: len(message) // 2] if self.within else b"")
-                        break
-                    self.cuts[0] -= 1
-                self._send(server, message)
-        _end(client)
-        _end(server)
+        for message in self._messages(client, server):
+            if self.cuts:
+                if self.cuts[0] == 0:
+                    del self.cuts[0]
+                    self.num_cuts += 1
+                    self._send(server, message[: len(message) // 2] if self.within else b"")
+                    return
+                self.cuts[0] -= 1
+            self._send(server, message)
 
     def _send(self, server: socket.socket, data: bytes) -> None:
         server.sendall(data)
@@ -141,17 +123,3 @@ class CuttingRingProxy(CuttingProxy):
             os.close(descriptor)
         while packet := client.recv(1 << 16):
             yield packet
-
-
-def _pipe(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    _end(source)
-    _end(target)
-
-
-def _end(each: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        each.shutdown(socket.SHUT_RDWR)
-    each.close()

@@ -23,6 +23,7 @@ from typing import Any
 import redis
 
 from kvtest.ports import free_port
+from kvtest.relay import Relay
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -52,7 +53,7 @@ def has_tls() -> bool:
     return b"argument couldn't be parsed" in done.stdout + done.stderr
 
 
-class Gate:
+class Gate(Relay):
     """A TCP proxy before a server, whose answers it can hold back or slow down: a slow or cut network. It can
     also act just before a request goes through."""
 
@@ -61,12 +62,11 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self._bytes_per_s = 0
-        self._lock = threading.Lock()
+        self._trap_lock = threading.Lock()
         self._trap: tuple[tuple[bytes, ...], Callable[[], None]] | None = None
-        self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(listener.getsockname()[1])
+        super().__init__(listener)
 
     @property
     def url(self) -> str:
@@ -104,43 +104,23 @@ class Gate:
     def close(self) -> None:
         self._bytes_per_s = 0
         self._open.set()
-        # a thread that is blocked in accept is not woken by close alone
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for one in self._sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        super().close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:  # the server is down: so is the way to it
-                    client.close()
-                    continue
-                self._sockets += [client, server]
-                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self._target))
 
-    def _pump(self, source: socket.socket, sink: socket.socket, gated: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if gated:
-                    self._open.wait(STOP_TIMEOUT_S)
-                    self._send_slowly(sink, data)
-                else:
-                    self._spring(data)
-                    sink.sendall(data)
-        # One end has gone, so the other hears of it.
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        while data := client.recv(1 << 16):
+            self._spring(data)
+            server.sendall(data)
+
+    def _backward(self, server: socket.socket, client: socket.socket) -> None:
+        while data := server.recv(1 << 16):
+            self._open.wait(STOP_TIMEOUT_S)
+            self._send_slowly(client, data)
 
     def _spring(self, request: bytes) -> None:
-        with self._lock:
+        with self._trap_lock:
             if self._trap is not None and all(word in request for word in self._trap[0]):
                 self._trap[1]()
 
