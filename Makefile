@@ -54,7 +54,7 @@ serve: $(INSTALLED)
 # Tests wait for one another's processes: two workers leave a fifth of two processors idle.
 define run_tests
 	$(if $(STRESS),for loop in 1 2; do $(PYTHON) -c 'while True: pass' & loops="$$loops $$!"; done; trap 'kill $$loops' EXIT;) \
-	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report $(REPORT)) $(1)
+	$(BIN)/pytest $(PYTEST_ARGS) $(if $(ORDER),--random-order --random-order-seed=$(ORDER)) $(if $(REPORT),--report=$(REPORT)) $(1)
 endef
 
 test: environment
