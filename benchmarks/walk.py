@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import operator
 import os
 import platform
@@ -206,7 +207,10 @@ def main() -> None:
         asking = threading.Thread(target=_client, args=(ready, counter, options, found), daemon=True)
         asking.start()
         from kvferry.services.launcher.cli import main as kvferry_command
+        from kvferry.services.prefill import schedule
 
+        # On a slow machine a short prompt's pass may be interrupted, too, which is a call for each operation.
+        schedule.LONG_S = math.inf
         serve = ["serve", "--in-process", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
         try:
             with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):

@@ -300,7 +300,10 @@ def test_choices_ship_and_run_their_prompt_once_and_say_what_each_would_alone(
         assert choice.logprobs == other.choices[0].logprobs
     assert len({choice.message.content for choice in answer.choices}) > 1
     assert run == answer.usage.prompt_tokens == alone[0].usage.prompt_tokens
-    assert shipped == answer.kv["shipped_bytes"] == alone[0].kv["shipped_bytes"]
+    assert shipped == answer.kv["shipped_bytes"]
+    # A reservation's number is in a transfer's first and last message, and longer by a byte from 128 on, and
+    # from 256 on.
+    assert abs(shipped - alone[0].kv["shipped_bytes"]) <= 4
     assert answer.kv["cache_bytes"] == sum(other.kv["cache_bytes"] for other in alone)
     streamed = dict.fromkeys(range(4), "")
     for chunk in ask(f"{method}-stream", seed=20, n=4, stream=True):

@@ -22,7 +22,7 @@ import structlog
 import xxhash
 
 from kvferry.shared.control.messages import WorkerStatus
-from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.errors import DeadlineExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.serving import format_address, parse_address
 
@@ -56,8 +56,9 @@ ClientT = TypeVar("ClientT", bound=WorkerClient)
 class Worker(Generic[ClientT]):
     """One worker as this router sees it.
 
-        unknown ──status──► up ──missed status, lost turn──► down ──status──► up
-                                                              └─ missed again: its turns are given up
+        unknown ──status──► up ──refused, two late statuses, lost turn──► down ──status──► up
+                                                                            └─ missed again: its turns are
+                                                                               given up
 
     Attributes:
         status: the last one; None while the worker is down. The pool alone sets it.
@@ -339,8 +340,9 @@ class WorkerPool(Generic[ClientT]):
     async def _poll(self, worker: Worker[ClientT], delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         status = await self._status_of(worker)
-        if status is None and worker.in_flight:
-            # One answer may be late on a busy machine; after two the turns go on elsewhere.
+        if status is None and (worker.status is not None or worker.in_flight):
+            # One answer may be late on a busy machine; after two the worker is down, and its turns go on
+            # elsewhere.
             status = await self._status_of(worker)
         if status is None and (worker.in_flight or worker.missed % _MISSES == 0):
             await self._connect_anew(worker)
@@ -348,7 +350,7 @@ class WorkerPool(Generic[ClientT]):
             self.take_status(worker, status)
 
     async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
-        """Ask once; without an answer the worker is down."""
+        """Ask once; where nothing answers, or for a second time not in time, the worker is down."""
         try:
             async with asyncio.timeout(self._status_timeout_s):
                 status = await worker.client.status(timeout_s=self._status_timeout_s)
@@ -356,6 +358,8 @@ class WorkerPool(Generic[ClientT]):
                 return status
         except (KvferryError, TimeoutError) as error:
             worker.missed += 1
+            if isinstance(error, TimeoutError | DeadlineExceeded) and worker.missed == 1:
+                return None
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
             self._set_status(worker, None)

@@ -200,8 +200,8 @@ class _Worker:
 
     @contextlib.contextmanager
     def _turn(self, request: GenerateRequest | PrefillRequest, timeout_s: float):
-        self.active.add(request.request_id)
         if not request.probe:
+            self.active.add(request.request_id)
             self.requests.append(request)
             self.timeouts_s.append(timeout_s)
         try:

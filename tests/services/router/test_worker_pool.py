@@ -23,7 +23,7 @@ from kvferry.services.router.turn.worker_pool import (
     served_model,
     shared_version,
 )
-from kvferry.shared.errors import ConfigurationError, WorkerUnavailable
+from kvferry.shared.errors import ConfigurationError, DeadlineExceeded, WorkerUnavailable
 
 
 class Pool:
@@ -150,6 +150,31 @@ async def test_workers_that_hang_or_fail_are_down_and_come_back() -> None:
         it.workers["a"].status = status  # type: ignore[method-assign]
         await eventually(lambda: len(it.pool.ready_workers()) == 1)
         assert it.chosen() == "a"
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), DeadlineExceeded("late")])
+async def test_a_worker_is_not_down_for_one_late_status(error: Exception) -> None:
+    async with Pool("a") as it:
+        worker, status = it.pool.worker("a"), it.workers["a"].status
+        late, was_ready = 0, []
+
+        async def every_other_time(*, timeout_s: float) -> Any:
+            nonlocal late
+            was_ready.append(worker.ready_for is not None)
+            if len(was_ready) % 2:
+                late += 1
+                raise error
+            return await status(timeout_s=timeout_s)
+
+        it.workers["a"].status = every_other_time  # type: ignore[method-assign]
+        await eventually(lambda: late == 5)
+        assert all(was_ready)
+
+        async def never(*, timeout_s: float) -> Any:
+            raise error
+
+        it.workers["a"].status = never  # type: ignore[method-assign]
+        await eventually(lambda: worker.ready_for is None)
 
 
 async def test_lost_worker_is_down_until_its_next_status() -> None:
