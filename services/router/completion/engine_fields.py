@@ -6,13 +6,15 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, model_validator
 
-from kvferry.services.router.http.body import Range, StrictModel, at_most_one
+from kvferry.services.router.completion.hints import HintFields
+from kvferry.services.router.http.body import ClientModel, Range, StrictModel, at_most_one
 from kvferry.services.router.sessions.record import DocumentIds
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 
 INT31, _INT63 = 2**31 - 1, 2**63 - 1
 
 TtlS = Annotated[float, Range(1, 30 * 86400)]
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Priority = Annotated[int, Range(-1000, 1000)]
 Parameters = Annotated[
     dict[
@@ -36,7 +38,7 @@ class KvCompression(StrictModel):
     _one_budget = model_validator(mode="after")(at_most_one("token_budget", "retention", "quality"))
 
 
-class EngineFields(StrictModel):
+class EngineFields(HintFields):
     """Of every request that is answered."""
 
     model: str
@@ -54,9 +56,11 @@ class EngineFields(StrictModel):
     priority: Priority | None = None
     kv_compression: KvCompression | None = None
     kv_kept_bins: Annotated[int, Range(1, MAX_KEPT_BINS)] | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: CacheSalt | None = None
 
 
-class ChatFields(StrictModel):
+class ChatFields(ClientModel):
     """Of every request with messages."""
 
     document_ids: DocumentIds | None = None
