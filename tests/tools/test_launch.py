@@ -19,7 +19,7 @@ from kvferry.tools.launch import PROGRAMS, launch
 def text_of(base_url: str, name: str, capsys: pytest.CaptureFixture[str], key: str = "secret") -> str:
     assert launch(name, url=base_url, api_key=key, write=False) == 0
     out = capsys.readouterr().out
-    return out[max(0, out.find("# /")) :]  # after the router's own log
+    return out[max(0, out.find("# ")) :]  # after the router's own log
 
 
 def values_of(value: Any) -> list[Any]:
