@@ -56,9 +56,8 @@ ClientT = TypeVar("ClientT", bound=WorkerClient)
 class Worker(Generic[ClientT]):
     """One worker as this router sees it.
 
-        unknown ──status──► up ──refused, two late statuses, lost turn──► down ──status──► up
-                                                                            └─ missed again: its turns are
-                                                                               given up
+        unknown ──status──► up ──refused, late twice, lost turn──► down ──status──► up
+                                                                    └─ missed again: its turns are given up
 
     Attributes:
         status: the last one; None while the worker is down. The pool alone sets it.
