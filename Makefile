@@ -5,7 +5,7 @@
 # make test-all  the same with whole matrices and everything that needs large packages; before a release. It writes
 #              benchmarks/results/test-all/latest.json
 # make debian  the Debian packages that some tests need; test does it by itself where it may
-# make lm-eval, schemathesis, atheris, policies, kvpress  an environment of its own for what some tests of test-all
+# make lm-eval, schemathesis, atheris, policies, kvpress, agents  an environment of its own for what some tests of test-all
 #              run; test-all makes them where it can
 # make lint | types | clean
 # make release VERSION=1.2.3   version, changelog, wheel, sdist, commit and tag; see tools/release.py
@@ -34,6 +34,9 @@ BIN := $(VENV)/bin
 POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers
 KVPRESS := $(VENV)-kvpress
+AGENTS := $(VENV)-agents
+NPM_AGENTS := opencode-ai@OPENCODE @openai/codex@CODEX
+PIP_AGENTS := llm==0.36 aider-chat==0.86.2
 # The versions of the machine whose kernels are compiled ahead, and an environment with them.
 FIRST_LIGHT := $(VENV)-first-light
 FIRST_LIGHT_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
@@ -45,7 +48,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress checks container-base lint types contracts audit peers bench-peers first-light first-light-bundle hashed hashes release clean
+.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress agents checks container-base lint types contracts audit peers bench-peers first-light first-light-bundle hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -63,13 +66,14 @@ test: environment
 
 # Where something cannot be installed, the tests that need it skip, and say why.
 test-all: REPORT := benchmarks/results/test-all/latest.json
-test-all: environment lm-eval schemathesis atheris policies kvpress checks
+test-all: environment lm-eval schemathesis atheris policies kvpress agents checks
 	-$(MAKE) $(PEERS)/.installed
 	rm -f $(REPORT)
 	export LM_EVAL_COMMAND="$$(realpath -es $(LM_EVAL) 2>/dev/null)" \
 		SCHEMATHESIS_COMMAND="$$(realpath -es $(SCHEMATHESIS) 2>/dev/null)" \
 		ATHERIS_PATH="$$(realpath -es $(ATHERIS) 2>/dev/null)" \
 		KVPRESS_PYTHON="$$([ -e $(KVPRESS)/.installed ] && realpath -s $(KVPRESS)/bin/python)" \
+		AGENTS="$$([ -e $(AGENTS)/.installed ] && realpath -s $(AGENTS))" \
 		PEERS="$$([ -e $(PEERS)/.installed ] && realpath -s $(PEERS))"; \
 	$(call run_tests,--all)
 
@@ -117,6 +121,13 @@ kvpress:
 		$(KVPRESS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile \
 			-r tests/crosscheck/requirements-kvpress.txt && touch $(KVPRESS)/.installed; } || \
 		echo "kvpress could not be installed; its test skips, and says why" >&2
+
+# Agents and chat programs as people install them.
+agents:
+	@[ -e $(AGENTS)/.installed ] || { npm install --silent --no-fund --no-audit --prefix $(AGENTS) $(NPM_AGENTS) && \
+		for name in $(PIP_AGENTS); do $(PYTHON) -m venv $(AGENTS)/$${name%%=*} && $(AGENTS)/$${name%%=*}/bin/python -m pip \
+			--disable-pip-version-check --no-input install --quiet --no-compile $$name || exit 1; done && \
+		touch $(AGENTS)/.installed; } || echo "the agents could not be installed; their tests skip, and say why" >&2
 
 # A folder by itself, because it is for Linux and some versions of Python only.
 atheris: $(INSTALLED_DEV)

@@ -311,7 +311,7 @@ class SequenceMemory:
     it; the room grows by half each time, so that the copies of an answer are few. If the free bytes suffice
     but no free range does, the sequences are moved together.
 
-    `first_room`, `layout` and `check_fits` serve admission. The other methods are for the engine's thread,
+    `first_room`, `layout` and `within_arena` serve admission. The other methods are for the engine's thread,
     while no step is in flight: moving a sequence changes the addresses that a step was placed with.
 
     Args:
@@ -364,10 +364,21 @@ class SequenceMemory:
             return sequence_layout(formats)
         return layout_like(formats, (its.format for its in like.layers))
 
-    def check_fits(self, resolved: ResolvedPlan, *, returns_generated: bool) -> None:
-        """Raises: InvalidRequest: the sequence with its longest answer is larger than the whole arena."""
-        whole = self.layout(resolved, resolved.max_new_tokens, returns_generated=returns_generated)
-        self._arena.check_fits(measured_limit_bytes(whole) if is_measured(resolved) else whole.size_bytes)
+    def within_arena(self, resolved: ResolvedPlan, *, returns_generated: bool) -> ResolvedPlan:
+        """The plan for an answer no longer than the whole arena has room for; unchanged if it has none."""
+
+        def fits(num_tokens: int) -> bool:
+            whole = self.layout(resolved, num_tokens, returns_generated=returns_generated)
+            size_bytes = measured_limit_bytes(whole) if is_measured(resolved) else whole.size_bytes
+            return self._arena.needed_bytes(size_bytes) <= self._arena.size_bytes
+
+        low, high = 1, resolved.max_new_tokens
+        if fits(high) or not fits(low):
+            return resolved
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return replace(resolved, max_new_tokens=low)
 
     def observe(self, num_tokens: int) -> None:
         """Count an answer's length."""

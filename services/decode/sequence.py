@@ -242,7 +242,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that may still be generated."""
-        return self.request.sampling.max_tokens - self.num_tokens
+        return self.resolved.max_new_tokens - self.num_tokens
 
     @property
     def is_uneven(self) -> bool:

@@ -370,7 +370,10 @@ class DecodeService:
             room = max(room, shared.room)
             plans, laid_out = [shared.resolved], [shared.plan]
         else:
-            plans = laid_out = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
+            acceptable = (self._resolve(request, plan) for plan in self._acceptable(request.plan))
+            stores = request.store_history
+            plans = [self._memory.within_arena(plan, returns_generated=stores) for plan in acceptable]
+            laid_out, room = plans, min(room, *(plan.max_new_tokens for plan in plans))
         layouts = [
             self._memory.layout(
                 plan,
@@ -403,8 +406,6 @@ class DecodeService:
         events = EventStream()
         self._retained.touch(request.session)
         try:
-            if room < request.sampling.max_tokens:
-                self._memory.check_fits(plans[-1], returns_generated=request.store_history)
             with stage("admit"):
                 allocation = await self._scheduler.reserve(
                     sizes_bytes[0],

@@ -29,7 +29,7 @@ class SharedPrompt:
     """A prompt's KV in host memory, as `Sequence` has it before its first step.
 
     Attributes:
-        requested: the plan that the request asked for; `resolved` and `plan` are as of `Sequence`.
+        requested, max_tokens: what the request asked for; `resolved` and `plan` are as of `Sequence`.
         room: new tokens for which `caches` have room.
         transfer_id: of the transfer that brought it.
         layout: of `caches`.
@@ -38,6 +38,7 @@ class SharedPrompt:
 
     token_ids: tuple[int, ...]
     requested: CompressionPlan
+    max_tokens: int
     resolved: ResolvedPlan
     plan: ResolvedPlan
     room: int
@@ -92,6 +93,7 @@ class SharedPrompts:
         prompt = SharedPrompt(
             token_ids=request.prompt_token_ids,
             requested=request.plan,
+            max_tokens=request.sampling.max_tokens,
             resolved=sequence.resolved,
             plan=sequence.plan,
             room=sequence.room,
@@ -126,7 +128,7 @@ class SharedPrompts:
                 raise LeaseExpired(message, reason="unknown_prompt")
             prompt, max_tokens = entry.prompt, request.sampling.max_tokens
             given = request.prompt_token_ids, request.plan, max_tokens, stores
-            if given != (prompt.token_ids, prompt.requested, prompt.resolved.max_new_tokens, False):
+            if given != (prompt.token_ids, prompt.requested, prompt.max_tokens, False):
                 raise InvalidRequest(
                     f"request {request.request_id!r} cannot share the prompt of {of!r}: it must have the "
                     "same prompt, plan and max_tokens, and neither a session nor history"

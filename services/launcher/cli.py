@@ -1,6 +1,6 @@
 """The `kvferry` command and its subcommands.
 
-    kvferry serve | router | prefill | decode | chat | bench | plan | doctor | eval | calibrate | ...
+    kvferry serve | router | prefill | decode | chat | launch | bench | plan | doctor | eval | calibrate | ...
 
 Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 """
@@ -70,6 +70,26 @@ def chat(config: ChatConfig) -> int:
     from kvferry.tools.chat.conversation import chat
 
     return asyncio.run(chat(config))
+
+
+@app.command
+def launch(name: str, *, url: str = "http://127.0.0.1:8000", api_key: str = "", write: bool = False) -> int:
+    """Print the configuration with which an agent or chat program uses a router, or write it.
+
+    Parameters
+    ----------
+    name
+        claude, codex, opencode, aider, continue, cline, open-webui, llm or litellm.
+    url
+        Address of the router.
+    api_key
+        API key that the program is to send, if the router wants one.
+    write
+        Write it to the program's file, which must not exist, in place of printing it.
+    """
+    from kvferry.tools.launch import launch
+
+    return launch(name, url=url, api_key=api_key, write=write)
 
 
 @command(app, BenchConfig, group=TOOLS)

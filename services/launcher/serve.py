@@ -77,7 +77,7 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
             base_url = f"http://{reachable(stack.addresses['address'])}"
             async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False) as client:
                 await _until_ready(client)
-                models = await client.get("/v1/models", timeout=_PROBE_TIMEOUT_S)
+                models = await client.get("/v1/models", timeout=None)  # may try out what the model can do
                 if models.status_code == httpx.codes.UNAUTHORIZED and config.api_keys_file:
                     return config.model_name or config.model  # no key of the file is known here
                 return str(models.raise_for_status().json()["data"][0]["id"])

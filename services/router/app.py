@@ -24,6 +24,7 @@ import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +35,11 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
-from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
+from kvferry.services.router.http.middleware import (
+    LimitsMiddleware,
+    PlainRequestMiddleware,
+    RequestMiddleware,
+)
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
@@ -178,16 +183,27 @@ def create_app(
     app.include_router(operations.restricted)
     for refusal in (HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refuse)
+    origins = split_list(config.cors_origins)
     app.add_middleware(
         LimitsMiddleware,
         owner=app.state.auth.owner,
         limits=limits,
+        origins=origins,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,
     )
     app.state.drain = drain
     app.add_middleware(RequestMiddleware, metrics=metrics, drain=drain)
+    app.add_middleware(PlainRequestMiddleware)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-ignored-fields", "x-request-id", "retry-after"],
+        )
     return app
 
 

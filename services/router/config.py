@@ -69,6 +69,14 @@ class RouterConfig(StoredSettings):
     api_keys_file: Annotated[str, ACCESS] = Field(
         "", description="TOML file of hashed keys with scopes and limits; read again when it changes"
     )
+    cors_origins: Annotated[str, ACCESS] = Field(
+        "",
+        description="origins whose pages may use the API from a browser, comma-separated; * for any; empty: "
+        "none",
+    )
+    strict_fields: Annotated[bool, ACCESS] = Field(
+        False, description="refuse requests with fields that are unknown here, in place of naming them"
+    )
     metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
         description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
@@ -97,10 +105,6 @@ class RouterConfig(StoredSettings):
     link_gbits: Annotated[float, COMPRESSION] = Field(
         100.0, gt=0, description="speed of the link between prefill and decode, Gbit/s, for the method auto"
     )
-    default_max_tokens: Annotated[int, ACCESS] = Field(
-        512, ge=1, description="limit of chat completions that give no max_tokens, within the context"
-    )
-
     session_ttl_s: Annotated[Seconds, HISTORY] = Field(
         604_800.0, gt=0, description="idle time after which a session expires"
     )
@@ -140,7 +144,7 @@ class RouterConfig(StoredSettings):
         600.0, gt=0, description="deadline of a whole request"
     )
     keepalive_s: Annotated[Seconds, TIMEOUTS] = Field(
-        15.0, gt=0, description="interval of comments in a stream that is silent"
+        30.0, gt=0, description="interval of empty lines in a stream that is silent"
     )
     read_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         30.0, gt=0, description="time for a client to send a head or a body"

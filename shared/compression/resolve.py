@@ -127,13 +127,18 @@ def check_resolved(
     """
     for name, given, wanted in (
         ("num_prompt_tokens", resolved.num_prompt_tokens, num_prompt_tokens),
-        ("max_new_tokens", resolved.max_new_tokens, max_new_tokens),
         ("number of layers", len(resolved.layers), num_layers),
     ):
         if given != wanted:
             raise InvalidRequest(
                 f"the ticket's plan has {name} {given}; the request has {wanted}", param="ticket.plan"
             )
+    if not 1 <= resolved.max_new_tokens <= max_new_tokens:  # decode may have room for fewer
+        raise InvalidRequest(
+            f"the ticket's plan has max_new_tokens {resolved.max_new_tokens}; 1 to {max_new_tokens} are "
+            "allowed",
+            param="ticket.plan",
+        )
     for layer, its in enumerate(resolved.layers):
         if not 1 <= its.rows <= num_prompt_tokens:
             raise InvalidRequest(

@@ -77,15 +77,33 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
-    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order."""
+    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order.
+
+    Raises: ConfigurationError: a file is no JSON object, or has other ids than integers.
+    """
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            found += value if isinstance(value, list) else [] if value is None else [value]
+            value = _read_object(folder / name).get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(token_id) is int for token_id in ids):
+                raise ConfigurationError(
+                    f"eos_token_id is {value!r} in {name} of {folder}; it must be one id or a list"
+                )
+            found += ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return tuple(dict.fromkeys(found))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{file.name} of {file.parent} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file.name} of {file.parent} is not a JSON object")
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -128,6 +128,8 @@ def _load_config(folder: Path, path_or_id: str) -> Any:
         raise UnsupportedModel(
             f"model {path_or_id!r} is of a type that transformers does not know without its own code: {error}"
         ) from error
+    except Exception as error:  # each type's configuration has checks of its own
+        raise ConfigurationError(f"config.json of {path_or_id!r} is not valid: {error}") from error
 
 
 def _load_weights(
@@ -219,6 +221,8 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("factor") and rope.get("original_max_position_embeddings"):
         limit = max(own, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    elif rope.get("rope_type") == "linear":
+        limit = int(own * rope["factor"])
     else:
         limit = own
     if not own:

@@ -52,6 +52,7 @@ class TextAssembler:
 
     Attributes:
         stop_string: the stop string that ended the text; None without one.
+        partial_bytes: see `ChatTokenizer`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TextAssembler:
         self._is_byte_fallback = tokenizer.is_byte_fallback
         self._stop = stop
         self._includes_stop = includes_stop
+        self.partial_bytes = tokenizer.partial_bytes
         self._is_silent = partial(tokenizer.is_silent, shows_special=shows_special)
         self._decode = partial(tokenizer.decode, shows_special=shows_special)
         self._decode_one = partial(tokenizer.decode_one, shows_special=shows_special)

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from kvferry.shared.errors import ConfigurationError, InvalidRequest, KvferryError, UnsupportedModel
 from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 _BASE_ROLES = ("system", "user", "assistant")
 _TEMPLATE_ROLES = ("tool", "function", "ipython")
 _ALIASES = {"developer": "system"}
+_PROBE = "kvferry shows this"
 _SEARCHED_AT_ONCE = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -71,6 +74,10 @@ class ChatMessage(NamedTuple):
     def for_template(self) -> Message:
         more = json.loads(self.fields) if self.fields else {}
         return {"role": self.role, "content": self.content, **more}
+
+    def continued(self, rest: ChatMessage) -> ChatMessage:
+        """The answer that this one is the beginning of."""
+        return ChatMessage(self.role, self.content + rest.content, rest.fields or self.fields)
 
     def without(self, name: str) -> ChatMessage:
         """The message without one of its fields."""
@@ -91,6 +98,9 @@ class ChatTokenizer:
     Args:
         tokenizer: a transformers tokenizer with a fast backend.
         eos_token_ids: ids that end a completion.
+
+    Raises:
+        UnsupportedModel: there is no fast backend, or the chat template shows nothing of a user's message.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
@@ -118,7 +128,12 @@ class ChatTokenizer:
         self._spelled_special = _Spellings.of(special)
         self._spelled_marker = _Spellings.of([*special, *(its for its in roles if its.content.strip())])
         """Also added tokens that the template writes: in some models those of roles are not special."""
-        self._has_byte_fallback = _has_byte_fallback(json.loads(self._backend.to_str())["decoder"])
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
+        self._is_byte_level = _has_decoder(decoder, "ByteLevel")
+        self._partial_bytes: dict[int, bytes | None] = {}
+        self._part_roles: frozenset[str] = frozenset()
+        self._part_roles = self._find_part_roles()
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTokenizer:
@@ -134,9 +149,11 @@ class ChatTokenizer:
         try:
             with quiet_libraries():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            return cls(tokenizer, read_eos_token_ids(folder, tokenizer))
+        except KvferryError:
+            raise
+        except Exception as error:  # the files are the checkpoint's, and each type reads them in its own way
             raise ConfigurationError(f"model {str(path)!r} has no tokenizer that loads: {error}") from error
-        return cls(tokenizer, read_eos_token_ids(folder, tokenizer))
 
     @property
     def vocab_size(self) -> int:
@@ -146,6 +163,54 @@ class ChatTokenizer:
     def to_json(self) -> str:
         """The contents of `tokenizer.json`, with all added tokens."""
         return str(self._backend.to_str())
+
+    def for_grammars(self) -> str:
+        """As `to_json`, with names that no text spells for `marks`. A grammar's text is then never one of
+        them, which it could not allow."""
+        data, names = json.loads(self.to_json()), {text: f"<\ufdd1{i}>" for text, i in self.marks.items()}
+        for token in data["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = data["model"]
+        if isinstance(vocabulary := model.get("vocab"), dict):
+            model["vocab"] = {names.get(text, text): i for text, i in vocabulary.items()}
+        elif vocabulary is not None:
+            model["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocabulary]
+        if (unknown := model.get("unk_token")) is not None:
+            model["unk_token"] = names.get(unknown, unknown)
+        return json.dumps(data, ensure_ascii=False)
+
+    @cached_property
+    def marks(self) -> Mapping[str, int]:
+        """Spellings of the added tokens that grammars take for no text: special ones, and those in angle
+        brackets."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content, re.DOTALL)}
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        """A token's bytes where it begins or ends within a character; None where its text has all of it."""
+        if token_id not in self._partial_bytes:
+            self._partial_bytes[token_id] = self._find_partial_bytes(token_id)
+        return self._partial_bytes[token_id]
+
+    def _find_partial_bytes(self, token_id: int) -> bytes | None:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._backend.get_added_tokens_decoder():
+            return None
+        if self._has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)) is not None:
+            found = bytes([int(match.group(1), 16)])
+        elif self._is_byte_level:
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            table: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+            byte_of = {character: byte for byte, character in table.items()}
+            found = bytes(byte_of[character] for character in token)
+        else:
+            return None
+        try:
+            found.decode()
+        except UnicodeDecodeError:
+            return found
+        return None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
@@ -224,21 +289,22 @@ class ChatTokenizer:
         return found if found in self._backend.get_added_tokens_decoder() else None
 
     def special_parts(self, text: str) -> list[str | int]:
-        """A text in pieces: the ids of the special tokens that it spells, and the texts between them."""
-        special = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
-        if not special:
+        """A text in pieces: the ids of the `marks` that it spells, and the texts between them."""
+        if not self.marks:
             return [text]
-        pieces: list[str] = re.split(
-            f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text
-        )
-        return [special.get(piece, piece) for piece in pieces if piece]
+        spelled = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True)))
+        return [self.marks.get(piece, piece) for piece in re.split(f"({spelled})", text) if piece]
 
-    def render(self, messages: Sequence[Message], *, inputs: TemplateInputs = NO_INPUTS) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], *, inputs: TemplateInputs = NO_INPUTS, continues: bool = False
+    ) -> list[int]:
         """Ids of a conversation up to the beginning of the next assistant message.
 
-        Raises: InvalidRequest for a role or an order of roles that the template refuses.
+        Args: continues: up to the end of the last message, an answer that goes on.
+
+        Raises: InvalidRequest for what the template refuses or cannot show.
         """
-        text, marker = self._render_text(messages, inputs)
+        text, marker = self._render_text(messages, inputs, continues)
         return self._encode_rendered(text, marker)
 
     def render_after(
@@ -248,6 +314,7 @@ class ChatTokenizer:
         *,
         last_token_id: int,
         inputs: TemplateInputs = NO_INPUTS,
+        continues: bool = False,
     ) -> list[int] | None:
         """Ids of what the template writes after the content of one message.
 
@@ -261,7 +328,7 @@ class ChatTokenizer:
         replaced = [dict(message) for message in messages]
         # Generated text includes tool calls and thoughts; only what the template writes after it is wanted.
         replaced[index] = {"role": messages[index]["role"], "content": sentinel}
-        text, marker = self._render_text(replaced, inputs)
+        text, marker = self._render_text(replaced, inputs, continues)
         if text.count(sentinel) != 1:
             return None
         rest = text.split(sentinel)[1]
@@ -288,7 +355,9 @@ class ChatTokenizer:
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def _render_text(self, messages: Sequence[Message], inputs: TemplateInputs) -> tuple[str, str]:
+    def _render_text(
+        self, messages: Sequence[Message], inputs: TemplateInputs, continues: bool
+    ) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
         self._check_messages(messages)
         marker = _unused(
@@ -304,7 +373,7 @@ class ChatTokenizer:
         if any(inputs):
             parts = [list(inputs.tools), dict(inputs.arguments)]
             inputs = TemplateInputs(*self._mark(parts, marker, self._spelled_marker))
-        return self._apply_template(prepared, inputs), marker
+        return self._apply_template(prepared, inputs, continues), marker
 
     def _mark(self, value: Any, marker: str, spelled: _Spellings | None) -> Any:
         """The value with every spelling of these tokens in its texts interrupted."""
@@ -319,52 +388,115 @@ class ChatTokenizer:
             }
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
-    def _apply_template(self, messages: list[dict[str, Any]], inputs: TemplateInputs) -> str:
-        from jinja2 import TemplateError
-
+    def _apply_template(self, messages: list[dict[str, Any]], inputs: TemplateInputs, continues: bool) -> str:
         try:
-            return self._template_text(messages, inputs)
-        except TemplateError as error:
-            at = self._first_rejected(messages, inputs, TemplateError)
-            param = f"messages[{at}].role"
-            raise InvalidRequest(
-                f"{param} is {messages[at]['role']!r}; the model's chat template refuses it there: {error}",
-                param=param,
-            ) from error
+            return self._template_text(messages, inputs, continues=continues)
+        except Exception as error:  # the template is the checkpoint's program, and may fail in any way
+            for other in _rewritten(messages):
+                with suppress(Exception):
+                    return self._template_text(other, inputs, continues=continues)
+            raise self._refusal(messages, inputs, continues, error) from error
+
+    def _refusal(
+        self, messages: list[dict[str, Any]], inputs: TemplateInputs, continues: bool, error: Exception
+    ) -> InvalidRequest:
+        """What the template fails at, by trying less."""
+
+        def is_refused(num_messages: int, inputs: TemplateInputs, continues: bool) -> bool:
+            try:
+                self._template_text(messages[:num_messages], inputs, continues=continues)
+            except Exception:
+                return True
+            return False
+
+        if continues and not is_refused(len(messages), inputs, False):
+            param, problem = "continue_final_message", "the model's chat template cannot leave an answer open"
+            return InvalidRequest(f"{param} is true; {problem}", param=param)
+        if any(inputs) and not is_refused(len(messages), NO_INPUTS, False):
+            param = "tools" if inputs.tools else "chat_template_kwargs"
+            return InvalidRequest(
+                f"{param} cannot be shown by the model's chat template: {error}", param=param
+            )
+        low, high = 1, len(messages)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_refused(middle, inputs, False) else (middle + 1, high)
+        param = f"messages[{low - 1}]"
+        if type(error).__name__ != "TemplateError":
+            return InvalidRequest(
+                f"{param} cannot be shown by the model's chat template: {error}", param=param
+            )
+        role = messages[low - 1]["role"]
+        return InvalidRequest(
+            f"{param}.role is {role!r}; the model's chat template refuses it there: {error}",
+            param=f"{param}.role",
+        )
 
     def _template_text(
-        self, messages: list[dict[str, Any]], inputs: TemplateInputs, *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        inputs: TemplateInputs,
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
     ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages,
+                [self._with_parts(message) for message in messages],
                 tools=list(inputs.tools) or None,
                 chat_template=self._template,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=add_generation_prompt and not continues,
+                continue_final_message=continues,
                 **inputs.arguments,
             )
         )
+
+    def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message as the chat template reads its role's contents."""
+        if message["role"] not in self._part_roles:
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+    def _find_part_roles(self) -> frozenset[str]:
+        """The roles whose contents the chat template reads as parts alone, found by trying.
+
+        Raises: UnsupportedModel where it shows nothing of a user's message.
+        """
+        user, call = {"role": "user", "content": "a"}, {"name": "b", "arguments": {}}
+        called = {"id": "c00000000", "type": "function", "function": call}
+        caller = {"role": "assistant", "content": "", "tool_calls": [called]}
+        around: dict[str, tuple[list[Any], list[Any]]] = {
+            "user": ([], []),
+            "system": ([], [user]),
+            "assistant": ([user], [user]),
+            **dict.fromkeys(self._roles[len(_BASE_ROLES) :], ([user, caller], [])),
+        }
+        found = set()
+        for role, (before, after) in around.items() if self._template is not None else ():
+            text: dict[str, Any] = {"role": role, "content": _PROBE}
+            if role not in _BASE_ROLES:
+                text["tool_call_id"] = called["id"]
+            parts = {**text, "content": [{"type": "text", "text": _PROBE}]}
+            shows = [self._shows_probe([*before, its, *after]) for its in (text, parts)]
+            if role == "user" and shows == [False, False]:
+                raise UnsupportedModel("the chat template shows nothing of a user's message")
+            if shows[0] is not True and shows[1]:
+                found.add(role)
+        return frozenset(found)
+
+    def _shows_probe(self, messages: list[dict[str, Any]]) -> bool | None:
+        """Whether the template shows the probe; None where it takes no such conversation."""
+        try:
+            return _PROBE in self._template_text(messages, NO_INPUTS)
+        except Exception:  # the template is the checkpoint's program
+            return None
 
     def _render_example(
         self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
         inputs = TemplateInputs(tools or ())
         return self._template_text(messages, inputs, add_generation_prompt=add_generation_prompt)
-
-    def _first_rejected(
-        self, messages: list[dict[str, Any]], inputs: TemplateInputs, error: type[Exception]
-    ) -> int:
-        """Index of the message that the template refuses, by bisection over the length."""
-        low, high = 1, len(messages)
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                self._template_text(messages[:middle], inputs)
-                low = middle + 1
-            except error:
-                high = middle
-        return low - 1
 
     def _check_messages(self, messages: Sequence[Message]) -> None:
         if self._template is None:
@@ -426,6 +558,7 @@ def render_conversation(
     tokenizer: ChatTokenizer,
     messages: Sequence[ChatMessage],
     *,
+    continues: ChatMessage | None = None,
     recorded: RecordedConversation | None = None,
     inputs: TemplateInputs = NO_INPUTS,
 ) -> RenderedConversation:
@@ -433,24 +566,29 @@ def render_conversation(
 
     Args:
         messages: the whole conversation, including recorded messages.
+        continues: an answer that follows them and goes on.
         recorded: the session's record, if there is one that had the same inputs.
 
     Raises: InvalidRequest for roles that the template refuses.
     """
-    shown = [message.for_template() for message in messages]
+    shown = [message.for_template() for message in (*messages, *([] if continues is None else [continues]))]
+    goes_on = continues is not None
     num_assistants = [message.role for message in messages].count("assistant")
     match = _last_match(messages, recorded) if recorded is not None else None
     if recorded is not None and match is not None:
         index, rank = match
         reused = recorded.token_ids[: recorded.assistant_ends[rank]]
-        rest = tokenizer.render_after(shown, index, last_token_id=reused[-1], inputs=inputs)
+        rest = tokenizer.render_after(
+            shown, index, last_token_id=reused[-1], inputs=inputs, continues=goes_on
+        )
         if rest is not None:
             ends = recorded.assistant_ends[: rank + 1]
             return RenderedConversation(
                 token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
             )
     return RenderedConversation(
-        token_ids=tuple(tokenizer.render(shown, inputs=inputs)), assistant_ends=(0,) * num_assistants
+        token_ids=tuple(tokenizer.render(shown, inputs=inputs, continues=goes_on)),
+        assistant_ends=(0,) * num_assistants,
     )
 
 
@@ -525,8 +663,55 @@ def _check_unicode(text: str, param: str) -> None:
         ) from None
 
 
-def _has_byte_fallback(decoder: Any) -> bool:
-    """Whether a decoder, or a part of it, joins tokens of single bytes."""
+def _has_decoder(decoder: Any, kind: str) -> bool:
+    """Whether a decoder, or a part of it, is of a kind."""
     if decoder is None:
         return False
-    return decoder["type"] == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+    return decoder["type"] == kind or any(_has_decoder(part, kind) for part in decoder.get("decoders", ()))
+
+
+def _rewritten(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The conversation as other templates take it, changed step by step: calls' arguments as objects, one
+    system message at the beginning and later ones as a user's, roles that alternate, and no system message.
+    """
+    for rewrite in (_with_objects, _with_one_system, _alternating, _without_system):
+        changed = rewrite(messages)
+        if changed != messages:
+            yield changed
+            messages = changed
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An object for arguments that are no JSON, as some model wrote them."""
+    shown = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        shown.append({**message, "tool_calls": calls} if calls else message)
+    return shown
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    begin = next((i for i, its in enumerate(messages) if its["role"] != "system"), len(messages))
+    later = [{**its, "role": "user"} if its["role"] == "system" else its for its in messages[begin:]]
+    return [*_joined(messages[:begin]), *later]
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    runs = ((role, list(run)) for role, run in groupby(messages, key=lambda message: message["role"]))
+    return [its for role, run in runs for its in (_joined(run) if role == "user" else run)]
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if [its["role"] for its in messages[:2]] != ["system", "user"]:
+        return messages
+    return [{**messages[1], **_joined([{**messages[0], "role": "user"}, messages[1]])[0]}, *messages[2:]]
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as one, or none."""
+    content = "\n\n".join(its["content"] for its in messages)
+    return [{**messages[0], "content": content}] if messages else []

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.shared.sampling.schemas import guided_json
+
 _NAME, _KEY, _VALUE = "kvferry_function", "kvferry_key", "kvferry_value"
 _THOUGHT_ENDS = ("</think>", "[/THINK]")
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
@@ -91,7 +93,7 @@ class ToolFormat:
                 "additionalProperties": False,
             }
             alternatives.append(f"{literal(json.dumps(tool['name'])[1:-1] + self.middle)} arguments_{number}")
-            rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+            rules.append(f"arguments_{number}: %json {guided_json(schema)}")
         return "\n".join([*rules, f"call: {' | '.join(alternatives)}"])
 
 

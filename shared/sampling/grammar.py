@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.sampling.params import Grammar
+from kvferry.shared.sampling.schemas import guided_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -32,14 +33,8 @@ _MAX_COMPILED = 256
 _MAX_SYMBOLS = 100_000
 _MAX_LEXER_STATES = 50_000
 """Of 1 to 2 KB each."""
-_WHITESPACE = r"[ \n\t\r]{1,40}"
-"""Between two parts of JSON. It is bounded, or an undecided model would write nothing else."""
 _ASCII_CLASSES = "dws"
 r"""What `\d`, `\w` and `\s` match in regular expressions: ASCII, as JSON Schema has it."""
-
-_EXCLUSIVE = (("exclusiveMinimum", "minimum", 1e-4), ("exclusiveMaximum", "maximum", -1e-4))
-_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""What these have is no schema."""
 
 _BLOCKED_BY_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
@@ -122,7 +117,7 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> _Vocabulary:
-        text = self._load_tokenizer().to_json()
+        text = self._load_tokenizer().for_grammars()
         key = text, self._vocab_size, self._eos_token_ids
         with _lock:
             if key not in _vocabularies:
@@ -181,10 +176,7 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            schema = _with_exact_bounds(json.loads(grammar.text))
-            return LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
-            )
+            return LLMatcher.grammar_from_json_schema(guided_json(json.loads(grammar.text)))
         case "regex":
             regex = regex_to_lark(grammar.text, _ASCII_CLASSES).replace("\n", r"\n")
             return LLMatcher.grammar_from_lark(f"start: /{regex}/")
@@ -195,27 +187,6 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
         case "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-
-
-def _with_exact_bounds(schema: Any) -> Any:
-    """The schema with narrow exclusive bounds as inclusive ones, a little inside.
-
-    llguidance 1.9 allows a whole exclusive bound itself if the other bound is not whole and less than 1 away:
-    15 for a number above 15 and below 15.5.
-    """
-    if isinstance(schema, list):
-        return [_with_exact_bounds(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    low = schema.get("exclusiveMinimum", schema.get("minimum"))
-    high = schema.get("exclusiveMaximum", schema.get("maximum"))
-    exact = {name: value if name in _VALUES else _with_exact_bounds(value) for name, value in schema.items()}
-    if isinstance(low, int | float) and isinstance(high, int | float) and 0 < high - low < 1:
-        for name, inclusive, inside in _EXCLUSIVE:
-            if isinstance(bound := exact.get(name), int | float) and bound == int(bound):
-                del exact[name]
-                exact[inclusive] = bound + inside
-    return exact
 
 
 def _first_line(matcher: LLMatcher) -> str:

@@ -64,8 +64,6 @@ GIVEN = {
 """What a text leaves to its reader."""
 CALLS = {"create", "completion", "invoke", "stream"}
 """The functions that send a request."""
-LONG = 131_072
-"""Tokens of context: LiteLLM asks for answers as long as the model of that name gives."""
 LIKELY = {'"': 10.0, "}": 9.0, ":": 8.0, ",": 7.0, "<|im_end|>": 9.5}
 """Tokens that the model prefers, and how much."""
 NOT_SERVED = "fine_tuning"
@@ -89,7 +87,7 @@ RUN = {package: [its for its in examples if is_run(package, its)] for package, e
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A random model that ends strings and objects where a grammar lets it, under the examples' names."""
     folder = tmp_path_factory.mktemp("examples")
-    make_text_model(folder, template=HERMES, max_position_embeddings=LONG)
+    make_text_model(folder, template=HERMES, max_position_embeddings=1024)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = transformers.AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(LIKELY))
     with torch.no_grad():
@@ -102,14 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0}))
     code = "\n".join(its.code for examples in RUN.values() for its in examples)
     names = {re.sub("^(openai|anthropic)/", "", name) for name in re.findall(r'model="([^"]+)"', code)}
-    options = [
-        "--model-name",
-        "text",
-        "--model-aliases",
-        ",".join(sorted(names)),
-        "--default-max-tokens",
-        "48",
-    ]
+    options = ["--model-name", "text", "--model-aliases", ",".join(sorted(names))]
     with serving("--model", str(folder), *options, "--in-process") as stack:
         yield stack
 

@@ -157,9 +157,28 @@ async def test_the_async_client_streams(served: Stack) -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "It"}]}, "messages"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0]"),
+        (
+            {
+                "messages": [
+                    *QUESTION,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
+            "tool_choice",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         (
@@ -167,7 +186,6 @@ async def test_the_async_client_streams(served: Stack) -> None:
             "output_config.format",
         ),
         ({"container": "c"}, "container"),
-        ({"nonsense": 1}, "nonsense"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_anthropics_shape(
@@ -188,6 +206,78 @@ def test_errors_are_the_clients_own_exceptions(client: anthropic.Anthropic) -> N
     assert body["error"]["type"] == "not_found_error"
     raw = client.messages.with_raw_response.create(**ASK, metadata={"user_id": "u"})
     assert raw.headers["x-ignored-fields"] == "metadata"
+
+
+def test_what_agents_send_is_taken(client: anthropic.Anthropic) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    text = {"type": "text", "text": "what is the weather like today?", "cache_control": {"type": "ephemeral"}}
+    use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Rome"}}
+    messages = [
+        {
+            "role": "user",
+            "content": [text, {"type": "document", "source": {"type": "text", "data": "a report"}}],
+        },
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "server_tool_use", "id": "b", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "b", "content": []},
+                use,
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]},
+        {"role": "user", "content": []},
+    ]
+    given = {
+        "messages": messages,
+        "tools": [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "max_tokens": 10**6,
+        "stop_sequences": ["e"],
+    }
+    raw = client.messages.with_raw_response.create(**ASK, extra_body=given)
+    names = raw.headers["x-ignored-fields"].split(", ")
+    assert {"messages.content.cache_control", "messages.content.redacted_thinking"} < set(names)
+    assert {"messages.content.server_tool_use", "tools.web_search_20250305"} < set(names)
+    prompt = client.messages.count_tokens(
+        model="text",
+        messages=messages[:1],
+        extra_body={"tools": given["tools"]},  # type: ignore[arg-type]
+    )
+    assert prompt_tokens(raw.parse()) > prompt.input_tokens
+
+
+def test_an_answer_that_has_begun_is_continued(client: anthropic.Anthropic, served: Stack) -> None:
+    whole = chat(served, QUESTION)["choices"][0]["message"]["content"]
+    begun = whole[:4]
+    for message in (begun, [{"type": "text", "text": begun}]):
+        rest = client.messages.create(
+            **{**ASK, "messages": [*QUESTION, {"role": "assistant", "content": message}]}, **GREEDY
+        )
+        assert "".join(getattr(its, "text", "") for its in rest.content)
+    answer = {"role": "assistant", "content": begun}
+    more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    same = chat(served, [*QUESTION, answer], **more)
+    (block,) = rest.content
+    assert block.type == "text"
+    assert same["choices"][0]["message"]["content"] == block.text
+    prompt = post(served, "/detokenize", tokens=same["prompt_token_ids"])["prompt"]
+    assert prompt.endswith(f"<|im_start|>assistant\n{begun}")
+    # A session has the whole answer, and goes on from there.
+    session = {**more, "session_id": "begun"}
+    rest = chat(served, [*QUESTION, answer], **session)["choices"][0]["message"]["content"]
+    following = [*QUESTION, {"role": "assistant", "content": begun + rest}, *QUESTION]
+    again = chat(served, following, session_id="begun", return_token_ids=True)
+    alone = chat(served, following, return_token_ids=True)
+    # The session has the ids that were generated, which are not always those of the text.
+    texts = [post(served, "/detokenize", tokens=its["prompt_token_ids"])["prompt"] for its in (again, alone)]
+    assert texts[0] == texts[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > same["usage"]["prompt_tokens"]
 
 
 def test_tokens_of_texts_and_of_chats(served: Stack) -> None:

@@ -207,12 +207,13 @@ async def test_the_async_client_streams(served: Stack) -> None:
     ("fields", "param"),
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": "hi"}, {"role": "robot", "content": ""}]}, "input[1].role"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"name": "f"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
@@ -220,8 +221,8 @@ async def test_the_async_client_streams(served: Stack) -> None:
         ),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"nonsense": 1}, "nonsense"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_the_clients_name(
@@ -242,3 +243,51 @@ def test_fields_that_change_nothing_are_named(client: openai.OpenAI) -> None:
     }
     raw = client.responses.with_raw_response.create(**ASK, **given)
     assert raw.headers["x-ignored-fields"] == "prompt_cache_key, reasoning.effort, service_tier, user"
+    given = {
+        "input": [
+            {"role": "user", "content": "hi", "nonsense": 1},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            {"type": "compaction", "encrypted_content": "x"},
+        ],
+        "tools": [*TOOLS, {"type": "web_search", "external_web_access": False}],
+        "truncation": "auto",
+        "max_output_tokens": 10**6,
+        "ignore_eos": True,
+    }
+    raw = client.responses.with_raw_response.create(model="text", input="", extra_body=given)
+    names = "input.compaction, input.nonsense, input.web_search_call, tools.web_search"
+    assert raw.headers["x-ignored-fields"] == names
+    response = raw.parse()
+    assert response.usage is not None
+    assert response.usage.output_tokens == (response.model_extra or {})["kv"]["max_tokens"]
+
+
+def test_functions_of_a_namespace_are_called_by_their_own_names(client: openai.OpenAI) -> None:
+    space: Any = {
+        "type": "namespace",
+        "name": "sky",
+        "description": "?",
+        "tools": [*TOOLS, {"type": "custom"}],
+    }
+    fields: Any = {**ASK, "max_output_tokens": 60, "tools": [space], "extra_body": {"seed": 1}}
+    choice: Any = {"type": "function", "namespace": "sky", "name": "get_weather"}
+    for tool_choice in ("required", choice, {"type": "allowed_tools", "mode": "required", "tools": [choice]}):
+        response = client.responses.create(**fields, tool_choice=tool_choice)
+        (call,) = response.output[:1]
+        assert call.type == "function_call"
+        assert (call.name, (call.model_extra or {}).get("namespace", call.namespace)) == (
+            "get_weather",
+            "sky",
+        )
+        with client.responses.create(**fields, tool_choice=tool_choice, stream=True) as stream:
+            done = [event.item for event in stream if event.type == "response.output_item.done"]
+        assert [its.to_dict() | {"id": "", "call_id": ""} for its in done[:1]] == [
+            call.to_dict() | {"id": "", "call_id": ""}
+        ]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    given: Any = [{"role": "user", "content": ASK["input"]}, call.to_dict(), result]
+    again = client.responses.create(**{**fields, "input": given})
+    by_reference: Any = [given[0], {"type": "item_reference", "id": call.id}, result]
+    assert client.responses.create(**{**fields, "input": by_reference}).output_text == again.output_text
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens > 0

@@ -237,3 +237,12 @@ def test_an_answer_goes_on_in_its_grammar_after_a_worker_is_lost(model_dir: Path
         with client:
             assert stream(kill_at=40) == stream(kill_at=-1)
         assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1
+
+
+def test_json_may_have_no_white_space(client: openai.OpenAI) -> None:
+    asked = {"json": Person.model_json_schema(), "disable_any_whitespace": True}
+    for seed in range(4):
+        answer = client.chat.completions.create(**ASK, seed=seed, extra_body={"structured_outputs": asked})
+        if answer.choices[0].finish_reason == "stop":
+            text = answer.choices[0].message.content or ""
+            assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii="\\u" in text)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -177,7 +178,7 @@ def test_a_tools_result_continues_the_session_and_a_resent_conversation(client: 
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
@@ -198,3 +199,75 @@ def test_what_cannot_be_called_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ASK, extra_body=fields)
     assert (refused.value.body or {})["param"].startswith(param)  # type: ignore[index]
+
+
+def test_an_answer_follows_a_schema_or_calls(client: openai.OpenAI) -> None:
+    """OpenAI's: with tools that need not be called, the schema is that of an answer without calls."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    url = str(client.base_url).removesuffix("/v1/")
+    marks = [
+        httpx.post(f"{url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"][0]
+        for text in ("<tool_call>", "[TOOL_CALLS]")
+    ]
+    num_called = 0
+    for seed in range(16):
+        bias = dict.fromkeys(map(str, marks), 20 * (seed % 2))  # the random model begins no call by itself
+        choice = client.chat.completions.create(
+            **ASK, tools=TOOLS, response_format=form, seed=seed, logit_bias=bias
+        ).choices[0]
+        if choice.finish_reason == "length":
+            continue
+        if choice.message.tool_calls:
+            check(choice.message.tool_calls)
+            num_called += 1
+        else:
+            assert not seed % 2
+            jsonschema.validate(json.loads(choice.message.content or ""), schema)
+    assert num_called
+    none = client.chat.completions.create(
+        **ASK, tools=TOOLS, tool_choice="none", response_format=form, seed=1
+    )
+    jsonschema.validate(json.loads(none.choices[0].message.content or ""), schema)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_model_knows_the_allowed_tools_alone(client: openai.OpenAI, mode: str) -> None:
+    allowed: Any = {"mode": mode, "tools": [{"type": "function", "function": {"name": "stop"}}]}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice, seed=1)
+    alone = client.chat.completions.create(**ASK, tools=TOOLS[1:], tool_choice=mode, seed=1)
+    assert answer.usage is not None
+    assert alone.usage is not None
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert answer.choices[0].message.content == alone.choices[0].message.content
+    names = [call.function.name for call in answer.choices[0].message.tool_calls or []]  # type: ignore[union-attr]
+    assert set(names) == ({"stop"} if mode == "required" else set(names) & {"stop"})
+
+
+def test_a_results_parts_and_a_custom_tools_call_are_shown(client: openai.OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages: Any = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c00000001", "type": "custom", "custom": {"name": "run", "input": "ls"}}],
+        },
+        {"role": "tool", "tool_call_id": "c00000001", "content": [{"type": "text", "text": "done"}, image]},
+        {"role": "user", "content": ""},
+    ]
+    raw = client.chat.completions.with_raw_response.create(
+        **{**ASK, "messages": messages, "max_tokens": 1, "extra_body": {"return_token_ids": True}}
+    )
+    assert raw.headers["x-ignored-fields"] == "messages.content.image_url"
+    ids = raw.parse().model_extra["prompt_token_ids"]  # type: ignore[index]
+    url = str(client.base_url).removesuffix("/v1/")
+    prompt = httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '"ls"' in prompt
+    assert "done[image_url: left out" in prompt

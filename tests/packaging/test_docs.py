@@ -107,6 +107,7 @@ def test_options_and_metrics_of_the_documents_exist():
     options = {option_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
     options.add("--json")  # of kvferry doctor; a setting cannot be named so
     options.add("--shared-memory")  # of benchmarks/links.py
+    options.add("--write")  # of kvferry launch
     names = {
         sample
         for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())

@@ -27,6 +27,7 @@ from kvferry.services.router.completion.choice import Choice, ChoiceDelta, Token
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.translation import Translation
 from kvferry.services.router.http.body import KeyedRoute
 from kvferry.services.router.http.errors import ErrorBody, describe, error_body
 from kvferry.services.router.http.middleware import RequestRecord
@@ -36,6 +37,8 @@ from kvferry.shared.errors import Cancelled, InvalidRequest, KvferryError, Model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.silence import SilenceTimer
 
+SESSION_HEADER = "X-Kvferry-Session-ID"
+"""Programs have an `X-Session-ID` of their own, which several of their conversations share."""
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "error"}}
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
@@ -49,7 +52,8 @@ _STREAM_HEADERS = [
 _MAX_CHOICES = 128
 """Of a request with several prompts."""
 _DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
+_KEEP_ALIVE = b"\n"
+"""Between two events. Some readers strip every piece, and take a comment for the next event's beginning."""
 
 
 async def _services(request: Request) -> Services:
@@ -103,10 +107,14 @@ async def text(request: Request, services: Shared, body: TextRequest) -> Respons
 
 def _complete(request: Request, services: Services, body: ChatRequest | TextRequest) -> Response:
     completion = begin(request, services, body, session_of(request, body))
-    ignored = services.prompts.ignored_fields(body)
-    return OpenAiResponse(
-        completion, record=request.state.record, keepalive_s=services.config.keepalive_s, ignored=ignored
-    )
+    request.state.record.ignored.update(services.prompts.ignored_fields(body))
+    return OpenAiResponse(completion, record=request.state.record, keepalive_s=services.config.keepalive_s)
+
+
+def note_ignored(request: Request, services: Services, translation: Translation) -> None:
+    """Have the answer name what a request of another API than chats' has that changes nothing."""
+    in_chat = services.prompts.ignored_fields(translation.chat)
+    request.state.record.ignored.update(map(translation.names.name, in_chat))
 
 
 def begin(
@@ -165,13 +173,16 @@ def _parts(
 
 def session_of(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
     """The session that a request names, in its body or a header."""
-    owner, header = request.state.owner, request.headers.get("x-session-id")
+    owner, header = request.state.owner, request.headers.get(SESSION_HEADER)
     if body.session_id is not None:
         key = SessionKey(owner=owner, session_id=body.session_id)
     elif header is not None:
-        key = session_key(owner, header, param="X-Session-ID")
+        key = session_key(owner, header, param=SESSION_HEADER)
     else:
         return None
+    if body.salt:
+        name = "cache_salt" if body.cache_salt else "extra_key"
+        raise InvalidRequest(f"{name} is given; with a session it must be absent", param=name)
     if (body.n or 1) > 1:
         raise InvalidRequest(f"n is {body.n}; with a session it must be 1", param="n")
     if isinstance(body, TextRequest) and body.echo:
@@ -190,8 +201,7 @@ class CompletionResponse(Response):
 
     Args:
         record: the request's log line, which gets the completion's numbers.
-        keepalive_s: a stream that is silent for this long sends a comment.
-        ignored: the request's fields that change nothing.
+        keepalive_s: a stream that is silent for this long sends an empty line.
     """
 
     def __init__(
@@ -200,13 +210,11 @@ class CompletionResponse(Response):
         *,
         record: RequestRecord,
         keepalive_s: float,
-        ignored: list[str],
     ) -> None:
         super().__init__()
         self.completion = completion
         self._record = record
         self._keepalive_s = keepalive_s
-        self._more_headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         """The whole answer."""
@@ -236,11 +244,11 @@ class CompletionResponse(Response):
                 raise self.told(event)
             if event is not None:
                 deltas.append(event)
-        answer = JSONResponse(self.whole(deltas, event), headers=self._more_headers)
+        answer = JSONResponse(self.whole(deltas, event))
         await answer(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
-        # Where nothing comes for a while, the stream sends a comment.
+        # Where nothing comes for a while, the stream sends an empty line.
         with SilenceTimer(self._keepalive_s, lambda: self.completion.events.put_nowait(None)) as timer:
             await self._send_events(send, timer)
 
@@ -248,8 +256,7 @@ class CompletionResponse(Response):
         event = await self._next_event(timer)
         if isinstance(event, KvferryError):
             raise self.told(event)
-        more = [(name.encode(), value.encode()) for name, value in self._more_headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + more})
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS.copy()})
         goes_on, pieces, events = True, list[bytes](), self.completion.events
         while goes_on:
             if isinstance(event, KvferryError):
@@ -446,13 +453,10 @@ def server_event(data: Mapping[str, Any]) -> bytes:
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """OpenAI's `logprobs` of a chat's choice."""
 
-    def token(text: str, logprob: float | None) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def token(entry: TokenLogprob) -> dict[str, Any]:
+        return {"token": entry.text, "logprob": entry.logprob, "bytes": entry.bytes}
 
-    content = [
-        {**token(entry.text, entry.logprob), "top_logprobs": [token(*other) for other in entry.top]}
-        for entry in entries
-    ]
+    content = [{**token(entry), "top_logprobs": list(map(token, entry.top))} for entry in entries]
     return {"content": content, "refusal": None}
 
 
@@ -461,7 +465,9 @@ def _text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         # Several ids may decode to the same string: the value of the likeliest, which comes first, stays.
-        "top_logprobs": [{**dict(entry.top), **dict(reversed(entry.top))} or None for entry in entries],
+        "top_logprobs": [
+            {its.text: its.logprob for its in (*entry.top, *reversed(entry.top))} or None for entry in entries
+        ],
         "text_offset": [entry.offset for entry in entries],
     }
 

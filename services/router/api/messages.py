@@ -20,6 +20,7 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
+    note_ignored,
     server_event,
     session_of,
 )
@@ -28,7 +29,7 @@ from kvferry.services.router.completion.choice import Choice, ChoiceDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.documents import first_prompt
 from kvferry.services.router.completion.messages import CountTokensRequest, MessagesRequest, translate
-from kvferry.services.router.completion.translation import Names, ignored_fields
+from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.errors import MessagesErrorBody, messages_error_body
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
@@ -48,13 +49,12 @@ async def create_message(request: Request, services: Shared, body: MessagesReque
     chat, names = translation.chat, translation.names
     completion = begin(request, services, chat, session_of(request, chat))
     assert isinstance(completion, Completion), "a message has one prompt"
-    ignored = ignored_fields(body, names, services.prompts.ignored_fields(chat))
+    note_ignored(request, services, translation)
     return MessagesAnswer(
         completion,
         names=names,
         record=request.state.record,
         keepalive_s=services.config.keepalive_s,
-        ignored=ignored,
     )
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
 from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, KvReport, Usage
+from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
+from kvferry.services.router.completion.responses import (
+    FunctionTool,
+    Namespace,
+    ResponseRequest,
+    TextFormat,
+)
+from kvferry.services.router.completion.tools import OtherTool
 from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.errors import error_code
 from kvferry.shared.errors import KvferryError
+
+_INDEX_DIGITS = 4
+"""Of an item's id."""
 
 
 def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
@@ -45,14 +55,10 @@ def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": _format(form)},
         "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
-        "tools": [
-            {"type": "function", "name": its.name, "description": its.description}
-            | {"parameters": its.parameters, "strict": its.strict}
-            for its in body.tools or ()
-        ],
+        "tools": [_tool(its) for its in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": None,
     }
@@ -64,8 +70,20 @@ def _format(form: TextFormat | None) -> dict[str, Any]:
     return form.model_dump(by_alias=True, exclude_none=True)
 
 
+def _tool(tool: FunctionTool | Namespace | OtherTool) -> dict[str, Any]:
+    given = tool.model_dump(by_alias=True, exclude_unset=True)
+    if not isinstance(tool, FunctionTool):
+        return given
+    return {"description": None, "parameters": None, "strict": None, **given}
+
+
 def ended(
-    head: dict[str, Any], deltas: list[ChoiceDelta], choice: Choice, usage: Usage, kv: KvReport
+    head: dict[str, Any],
+    items: OutputItems,
+    deltas: list[ChoiceDelta],
+    choice: Choice,
+    usage: Usage,
+    kv: KvReport,
 ) -> dict[str, Any]:
     """The response object with its answer."""
     complete = choice.finish_reason in ("stop", "tool_calls")
@@ -76,7 +94,7 @@ def ended(
         "status": status,
         "completed_at": int(time.time()) if complete else None,
         "incomplete_details": None if reason is None else {"reason": reason},
-        "output": [_item(head["id"], part) for part in parts_of(deltas)],
+        "output": [items.item(part) for part in parts_of(deltas)],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -88,24 +106,42 @@ def ended(
     }
 
 
-def _item_id(response_id: str, part: Part) -> str:
-    kind = {"reasoning": "rs", "text": "msg", "call": "fc"}[part.kind]
-    return f"{kind}_{response_id.removeprefix(SESSION_PREFIX)}{part.index:04x}"
+@dataclass(frozen=True, kw_only=True)
+class OutputItems:
+    """The parts of one response's answer as output items.
+
+    Attributes: namespaced: namespace and name of functions that the model knows by another name.
+    """
+
+    response_id: str
+    namespaced: Mapping[str, tuple[str, str]]
+
+    def id(self, part: Part) -> str:
+        kind = {"reasoning": "rs", "text": "msg", "call": "fc"}[part.kind]
+        return f"{kind}_{self.response_id.removeprefix(SESSION_PREFIX)}{part.index:0{_INDEX_DIGITS}x}"
+
+    def item(self, part: Part, *, begins: bool = False) -> dict[str, Any]:
+        """Args: begins: as it is in the stream's first event of it."""
+        status = "in_progress" if begins else "completed" if part.is_complete else "incomplete"
+        item: dict[str, Any] = {"id": self.id(part), "status": status}
+        if part.call is not None:
+            called = self.called(part.call["function"], is_empty=begins)
+            return {"type": "function_call", **item, "call_id": part.call["id"], **called}
+        content = [] if begins else [_content(part)]
+        if part.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def called(self, function: CalledFunction, *, is_empty: bool = False) -> dict[str, Any]:
+        """A called function as the client has named it."""
+        space, name = self.namespaced.get(function["name"], (None, function["name"]))
+        named = {"name": name} if space is None else {"namespace": space, "name": name}
+        return {**named, "arguments": "" if is_empty else function["arguments"]}
 
 
-def _item(response_id: str, part: Part, *, begins: bool = False) -> dict[str, Any]:
-    """A part as an output item. Args: begins: as it is in the stream's first event of it."""
-    status = "in_progress" if begins else "completed" if part.is_complete else "incomplete"
-    item: dict[str, Any] = {"id": _item_id(response_id, part), "status": status}
-    if part.call is not None:
-        function = part.call["function"]
-        arguments = "" if begins else function["arguments"]
-        call = {"call_id": part.call["id"], "name": function["name"], "arguments": arguments}
-        return {"type": "function_call", **item, **call}
-    content = [] if begins else [_content(part)]
-    if part.kind == "reasoning":
-        return {"type": "reasoning", **item, "summary": [], "content": content}
-    return {"type": "message", **item, "role": "assistant", "content": content}
+def response_of_item(item_id: str) -> str:
+    """The response that has an item."""
+    return SESSION_PREFIX + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
 def _content(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
@@ -122,6 +158,7 @@ class ResponsesAnswer(CompletionResponse):
 
     Args:
         head: the response object before its answer.
+        items: its output items.
         names: what the fields of the completion's request are called in the client's.
     """
 
@@ -130,12 +167,14 @@ class ResponsesAnswer(CompletionResponse):
         completion: Completion,
         *,
         head: dict[str, Any],
+        items: OutputItems,
         chain: ResponseChain,
         names: Names,
         **options: Any,
     ) -> None:
         super().__init__(completion, **options)
         self._head = head
+        self._items = items
         self._chain = chain
         self._names = names
         self._parts = AnswerParts()
@@ -148,7 +187,7 @@ class ResponsesAnswer(CompletionResponse):
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         # What is stored of it was made when it was stored.
         choice = self.completion.choices[0]
-        return self._chain.body or ended(self._head, deltas, choice, end["usage"], end["kv"])
+        return self._chain.body or ended(self._head, self._items, deltas, choice, end["usage"], end["kv"])
 
     def piece(self, event: CompletionEvent) -> bytes:
         events = [] if self._num_events else [self._event("created"), self._event("in_progress")]
@@ -167,18 +206,20 @@ class ResponsesAnswer(CompletionResponse):
 
     def _step(self, step: PartStep) -> Iterator[bytes]:
         part = step.part
-        where: dict[str, Any] = {"item_id": _item_id(self._head["id"], part), "output_index": part.index}
+        where: dict[str, Any] = {"item_id": self._items.id(part), "output_index": part.index}
         if step.kind == "begin":
-            item = _item(self._head["id"], part, begins=True)
+            item = self._items.item(part, begins=True)
             yield self._event("output_item.added", output_index=part.index, item=item)
         if part.call is None:
             yield from self._text_step(step, {**where, "content_index": 0})
         elif step.kind == "add":
             yield self._event("function_call_arguments.delta", **where, delta=step.added)
         elif step.kind == "end":
-            yield self._event("function_call_arguments.done", **where, **part.call["function"])
+            yield self._event(
+                "function_call_arguments.done", **where, **self._items.called(part.call["function"])
+            )
         if step.kind == "end":
-            item = _item(self._head["id"], part)
+            item = self._items.item(part)
             yield self._event("output_item.done", output_index=part.index, item=item)
 
     def _text_step(self, step: PartStep, where: dict[str, Any]) -> Iterator[bytes]:

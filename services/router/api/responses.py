@@ -5,13 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvferry.services.router.api.answers import DeletedResponse, ResponseObject
-from kvferry.services.router.api.completions import STREAMED, Shared, begin, keyed_router, named_model
-from kvferry.services.router.api.response_answer import ResponsesAnswer, ended, head_of
+from kvferry.services.router.api.completions import (
+    STREAMED,
+    Shared,
+    begin,
+    keyed_router,
+    named_model,
+    note_ignored,
+)
+from kvferry.services.router.api.response_answer import (
+    OutputItems,
+    ResponsesAnswer,
+    ended,
+    head_of,
+    response_of_item,
+)
 from kvferry.services.router.completion.chain import (
     SESSION_PREFIX,
     ResponseChain,
@@ -20,12 +34,16 @@ from kvferry.services.router.completion.chain import (
     session_id_of,
 )
 from kvferry.services.router.completion.completion import Completion
-from kvferry.services.router.completion.responses import ResponseRequest, translate
+from kvferry.services.router.completion.responses import (
+    INPUT_ITEM,
+    ItemReference,
+    ResponseRequest,
+    translate,
+)
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.completion.translation import ignored_fields
 from kvferry.services.router.sessions.record import SessionRecord, is_session_id
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import NotFound, ResponseNotFound, SessionNotFound
+from kvferry.shared.errors import InvalidRequest, NotFound, ResponseNotFound, SessionNotFound
 from kvferry.shared.model.tokenizer import ChatMessage
 
 router = keyed_router()
@@ -51,6 +69,7 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
         if previous.document_ids and body.document_ids is None:
             body = body.model_copy(update={"document_ids": list(previous.document_ids)})
             body.model_fields_set.add("document_ids")
+    body = await _with_items(services, owner, body)
     # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
     translation = await asyncio.to_thread(translate, body, before)
     session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
@@ -59,23 +78,25 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
         await _make_room(services, owner)
     chat, names = translation.chat, translation.names
     head = head_of(body, new_response_id(session_id))
+    items = OutputItems(response_id=head["id"], namespaced=body.namespaced)
     chain = ResponseChain(
         response_id=head["id"],
         previous=previous,
         continues=continues,
         num_instructions=int(bool(body.instructions)),
-        describe=partial(ended, head),
+        describe=partial(ended, head, items),
     )
     completion = begin(request, services, chat, session, chain)
     assert isinstance(completion, Completion), "a response has one prompt"
+    note_ignored(request, services, translation)
     return ResponsesAnswer(
         completion,
         head=head,
+        items=items,
         chain=chain,
         names=names,
         record=request.state.record,
         keepalive_s=services.config.keepalive_s,
-        ignored=ignored_fields(body, names, services.prompts.ignored_fields(chat)),
     )
 
 
@@ -130,6 +151,40 @@ async def _record_of(services: Services, owner: str, response_id: str) -> Sessio
     if record.response(response_id) is None:
         raise _unknown(response_id)
     return record
+
+
+async def _with_items(services: Services, owner: str, body: ResponseRequest) -> ResponseRequest:
+    """The request with the items that its input refers to.
+
+    Raises: InvalidRequest where one is not stored.
+    """
+    if isinstance(body.input, str):
+        return body
+    outputs: dict[str, list[dict[str, Any]]] = {}
+    items: list[Any] = []
+    for index, item in enumerate(body.input):
+        if isinstance(item, ItemReference):
+            response_id = response_of_item(item.id)
+            if response_id not in outputs:
+                outputs[response_id] = await _output_of(services, owner, response_id)
+            found = [its for its in outputs[response_id] if its["id"] == item.id]
+            if not found:
+                param = f"input[{index}].id"
+                raise InvalidRequest(f"{param} is {item.id!r}; no stored response has that item", param=param)
+            item = INPUT_ITEM.validate_python(found[0])
+        items.append(item)
+    return body.model_copy(update={"input": items})
+
+
+async def _output_of(services: Services, owner: str, response_id: str) -> list[dict[str, Any]]:
+    """The items of a stored response's answer; none where it is not stored."""
+    try:
+        stored = (await _record_of(services, owner, response_id)).response(response_id)
+    except NotFound:
+        return []
+    assert stored is not None, "the record has the response"
+    output: list[dict[str, Any]] = json.loads(stored.body)["output"]
+    return output
 
 
 async def _make_room(services: Services, owner: str) -> None:

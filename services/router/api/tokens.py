@@ -17,14 +17,20 @@ from typing_extensions import TypedDict
 from kvferry.services.router.api.completions import Shared, keyed_router, named_model
 from kvferry.services.router.completion.documents import first_prompt
 from kvferry.services.router.completion.engine_fields import ChatFields
-from kvferry.services.router.completion.requests import ChatRequest, Message, TokenId
+from kvferry.services.router.completion.requests import Message, TokenId
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.completion.tools import Tool
-from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.services.router.completion.tools import Tools
+from kvferry.services.router.completion.translation import validated
+from kvferry.services.router.http.body import ClientModel, Unsupported
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 
 router = keyed_router()
+
+_OF_CHATS = (
+    *("messages", "tools", "continue_final_message", "add_generation_prompt"),
+    *("document_ids", "chat_template_kwargs"),
+)
 
 
 class TokenizeRequest(ChatFields):
@@ -33,13 +39,12 @@ class TokenizeRequest(ChatFields):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
-    continue_final_message: Annotated[Any, Unsupported(False)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: Annotated[Any, Unsupported()] = None
-    mm_processor_kwargs: Ignored = None
 
     @field_validator("messages")
     @classmethod
@@ -56,7 +61,7 @@ class TokenizeRequest(ChatFields):
         return value
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(ClientModel):
     """POST /detokenize."""
 
     model: str | None = None
@@ -85,13 +90,8 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
     model = _model(services, body.model)
     token_ids: Callable[[], list[int]]
     if body.messages is not None:
-        chat = ChatRequest(
-            model=model.name,
-            messages=body.messages,
-            tools=body.tools,
-            document_ids=body.document_ids,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
+        chat = validated({"model": model.name, **given})
         prompt = await first_prompt(services, request.state.owner, chat, model)
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:

@@ -42,12 +42,18 @@ class TokenLogprob:
         logprob: None for a prompt's first token.
         offset: where the text begins in the choice's text, in characters.
         top: the most likely alternatives with theirs, best first.
+        data: its bytes where they are no whole characters; None where they are its text's.
     """
 
     text: str
     logprob: float | None
-    offset: int
-    top: tuple[tuple[str, float], ...] = ()
+    offset: int = 0
+    top: tuple[TokenLogprob, ...] = ()
+    data: bytes | None = None
+
+    @property
+    def bytes(self) -> list[int]:
+        return list(self.text.encode() if self.data is None else self.data)
 
 
 class CalledFunction(TypedDict):
@@ -203,14 +209,21 @@ class Choice:
         """Take the next token; returns what it adds, None while nothing can be delivered."""
         self._last_token_s = self._timer.token(self.turn.stats.method, self._last_token_s)
         # Alternatives are decoded in the token's place, so before the token itself is taken.
-        top = tuple((self._assembler.token_text(other), value) for other, value in token.top_logprobs)
-        delta = self._assembler.push(token.token_id)
+        assembler = self._assembler
+        top = tuple(
+            TokenLogprob(text=assembler.token_text(other), logprob=value, data=assembler.partial_bytes(other))
+            for other, value in token.top_logprobs
+        )
+        delta = assembler.push(token.token_id)
         self.turn.text_ended = delta.stopped
         self.text += delta.text
         entries = None
         if self._with_logprobs:
             logprob = token.logprob if token.logprob is not None else 0.0
-            entries = (TokenLogprob(text=delta.token_text, logprob=logprob, offset=self._offset, top=top),)
+            data = assembler.partial_bytes(token.token_id)
+            entries = (
+                TokenLogprob(text=delta.token_text, logprob=logprob, offset=self._offset, top=top, data=data),
+            )
             self._offset += len(delta.token_text)
         token_ids = (token.token_id,) if self._with_token_ids else ()
         if self._parser is not None:
@@ -343,8 +356,8 @@ class KvReport(TypedDict):
     prompt; of the method "auto", why the router chose this one. `quality` and `retention` are there where the
     request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
     `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's
-    `min_token_budget` and its `token_budget`.
+    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
+    `max_tokens` where the request's limit is above the room that the context has after the prompt.
     """
 
     method: str
@@ -352,6 +365,7 @@ class KvReport(TypedDict):
     quality: NotRequired[float]
     retention: NotRequired[float]
     smaller_token_budget: NotRequired[int]
+    max_tokens: NotRequired[int]
     prompt_tokens: int
     reused_tokens: int
     history: NotRequired[HistorySource]
@@ -374,6 +388,7 @@ def kv_report(
     *,
     num_kept_bins: int = 0,
     chosen: str = "",
+    max_tokens: int | None = None,
 ) -> KvReport:
     """The report of one response.
 
@@ -383,6 +398,7 @@ def kv_report(
         stats: of each choice's turn.
         num_kept_bins: the request's `kv_kept_bins`.
         chosen: why the router chose the method; empty where the request did.
+        max_tokens: the answer's limit where it is below the request's.
     """
     first = stats[0].first
     report = KvReport(
@@ -405,6 +421,8 @@ def kv_report(
             report["smaller_token_budget"] = min(least, turn.smaller_budget)
         if turn.delta_bytes is not None:
             report["delta_bytes"] = report.get("delta_bytes", 0) + turn.delta_bytes
+    if max_tokens is not None:
+        report["max_tokens"] = max_tokens
     if plan is not None:
         if chosen and report["method"] in (plan.method, ""):
             report["reason"] = chosen

@@ -35,7 +35,7 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.errors import internal_error
-from kvferry.services.router.sessions.implicit import ImplicitTurn
+from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionLease
 from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, PromptShare, TurnRequest
@@ -55,6 +55,10 @@ class CompletionEnd(TypedDict):
 
 
 CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
+
+
+EXPECTED_ANSWER_TOKENS = 512
+"""Of most answers, by which the method "auto" compares times."""
 
 
 @dataclass(kw_only=True)
@@ -95,6 +99,8 @@ class Completion:
         self._chosen: ChosenPlan | None = None
         self._quality: float | None = None
         self._implicit: ImplicitTurn | None = None
+        salt = self.request.salt
+        self._reuse_owner = salted_owner(self.owner, salt) if salt else self.owner
         self._task: asyncio.Task[None] | None = None
         self._recording: asyncio.Task[None] | None = None
         """Commits the record, then ends the answer; started when the last token is there."""
@@ -166,9 +172,10 @@ class Completion:
             await services.sessions.check_quota(lease, services.config, num_tokens=self.num_prompt_tokens)
         compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None
-        most = services.config.default_max_tokens if request.max_tokens is None else request.max_tokens
+        limit = request.token_limit
+        expected = EXPECTED_ANSWER_TOKENS if limit is None else min(max(1, limit[1]), EXPECTED_ANSWER_TOKENS)
         self._chosen = await services.plans.choose(
-            compression, prompt.token_ids, self.model, answer_tokens=max(1, most)
+            compression, prompt.token_ids, self.model, answer_tokens=expected
         )
         grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
         thinking = services.prompts.thinking_budget(request, prompt)
@@ -178,7 +185,9 @@ class Completion:
         if record is None and former is not None:
             turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:
-            self._implicit = services.implicit.begin(self.owner, prompt.token_ids)
+            self._implicit = services.implicit.begin(
+                self._reuse_owner, prompt.token_ids, keep_s=request.keep_s
+            )
         turn = await self._placed(turn)
         samplings = [with_seed_of(turn.sampling, index) for index in range(request.n or 1)]
         share = PromptShare(tuple(samplings[1:])) if len(samplings) > 1 else None
@@ -215,7 +224,7 @@ class Completion:
         if is_known or turn.prompt_logprobs is not None:
             return turn
         found = await self.services.runner.with_prefix(
-            self.owner, turn.prompt_token_ids, self.model.fingerprint, prefer=turn.prefer_prefill
+            self._reuse_owner, turn.prompt_token_ids, self.model.fingerprint, prefer=turn.prefer_prefill
         )
         return replace(turn, prefer_prefill=found)
 
@@ -239,7 +248,6 @@ class Completion:
                 request,
                 self.num_prompt_tokens,
                 self.model,
-                self.services.config.default_max_tokens,
                 grammar,
                 defaults=self.services.sampling_defaults,
                 thinking=thinking,
@@ -251,7 +259,7 @@ class Completion:
             has_history=record is not None,
             keeps_cut_off=self.session is not None and bool(request.stream),
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
-            priority=request.priority or 0,
+            priority=request.hinted_priority if request.priority is None else request.priority,
             retained_bins=request.kv_kept_bins or 0,
             prompt_logprobs=request.num_prompt_alternatives,
             prefer_decode=(record.decode_address,) if record is not None else (),
@@ -351,11 +359,14 @@ class Completion:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
         runner, stats = self.services.runner, choice.turn.stats
         assert stats.first is not None, "there is a first token"
-        is_wanted = implicit.is_worth_storing(stats.first.reused_tokens)
+        is_wanted = implicit.is_worth_storing(stats.first.reused_tokens) and not self.request.releases
         if await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted):
             where = {"prefill_address": stats.prefill_address, "decode_address": stats.decode_address}
             for key, its_address in self.services.implicit.add(implicit, **where):
                 await runner.drop(key, addresses=(its_address,))
+        if self.request.releases:
+            for key in self.services.implicit.remove_former(implicit):
+                await runner.drop(key)
 
     async def _record(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         """Make the turn part of its session, then end the answer."""
@@ -422,7 +433,16 @@ class Completion:
             stats,
             num_kept_bins=self.request.kv_kept_bins or 0,
             chosen=chosen.reason if chosen is not None else "",
+            max_tokens=self._smaller_limit(),
         )
+
+    def _smaller_limit(self) -> int | None:
+        """The answer's limit, where the request's own is above what the context has room for."""
+        limit = self.request.token_limit
+        if limit is None or not self.choices:
+            return None
+        used = self.choices[0].turn.request.sampling.max_tokens
+        return used if used < limit[1] else None
 
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         choice, stats = self.choices[0], self.choices[0].turn.stats
@@ -455,4 +475,7 @@ class Completion:
         is_current = self._committed and await lease.is_current()
         pin = is_current and lease.record is not None and lease.record.pin
         stats = self.choices[0].turn.stats
-        await self.services.runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current, pin=pin)
+        runner = self.services.runner
+        await runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current, pin=pin)
+        if self.request.releases:  # the session stays, and a later turn computes its KV again
+            await runner.drop(lease.key)

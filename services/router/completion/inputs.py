@@ -10,6 +10,7 @@ calibrated curve and the prompt's tokens, before decode reserves anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
 from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
+from kvferry.services.router.completion.tools import NamedTool, Tool
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.services.router.sessions.record import SessionRecord
@@ -79,6 +81,7 @@ class Prompt:
         preamble: the documents that a chat begins with.
         template_inputs: see `SessionRecord`.
         keeps_thoughts: whether the chat template decides which thoughts of earlier answers the model sees.
+        continues: an answer of the client's, with which a chat's prompt ends and the answer begins.
     """
 
     kind: Literal["chat", "text"]
@@ -89,6 +92,7 @@ class Prompt:
     preamble: Preamble = Preamble()
     template_inputs: str = ""
     keeps_thoughts: bool = False
+    continues: ChatMessage | None = None
 
     def record(self, model: ModelSpec, completion: tuple[int, ...], answer: ChatMessage) -> SessionRecord:
         """The session after a turn that answered this prompt."""
@@ -98,6 +102,8 @@ class Prompt:
             end = 0 if "reasoning_content" in answer.fields else len(token_ids)
             if not self.keeps_thoughts:
                 answer = answer.without("reasoning_content")
+            if self.continues is not None:
+                answer = self.continues.continued(answer)
             return SessionRecord(
                 kind="chat",
                 model_fingerprint=model.fingerprint,
@@ -153,18 +159,27 @@ class PromptBuilder:
         name, grammar = asked or ("tools", None)
         compiler = self._compiler(model)
         try:
-            if tools and isinstance(request, ChatRequest):
-                parallel = request.tool_choice == "required" and request.parallel_tool_calls is not False
-                grammar = await asyncio.to_thread(calls_grammar, self._tokenizer, tools, parallel=parallel)
+            if isinstance(request, ChatRequest) and tools:
+                grammar = await asyncio.to_thread(self._calls, request, tools)
             if grammar is None:
                 return None
             await asyncio.to_thread(compiler.check, grammar)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name} cannot be used: {error.message}", param=name) from None
+        if isinstance(request, ChatRequest) and grammar.kind == "json_schema" and request.may_call:
+            with contextlib.suppress(InvalidRequest):  # of tools that no grammar can call
+                either = await asyncio.to_thread(self._calls, request, request.shown_tools, grammar)
+                await asyncio.to_thread(compiler.check, either)
+                grammar = either
         for other in ("ignore_eos", "min_tokens"):
             if getattr(request, other):
                 raise InvalidRequest(f"{other} is given; with {name} it must not be", param=other)
         return grammar
+
+    def _calls(self, request: ChatRequest, tools: list[Tool], or_text: Grammar | None = None) -> Grammar:
+        """The grammar of calls, or of what else the request allows. Raises: InvalidRequest."""
+        parallel = not isinstance(request.tool_choice, NamedTool) and request.parallel_tool_calls is not False
+        return calls_grammar(self._tokenizer, tools, parallel=parallel, or_text=or_text)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
@@ -208,13 +223,13 @@ class PromptBuilder:
         from kvferry.shared.model.answer import THOUGHTS, AnswerParser
 
         fields = dict(template["fields"])
-        if not request.tools or request.tool_choice == "none":
+        if not request.shown_tools or request.tool_choice == "none":
             fields.pop("tool_calls", None)
         if request.separate_reasoning is False:
             fields = {name: field for name, field in fields.items() if name not in THOUGHTS}
         if set(fields) <= {"content"}:
             return None
-        tools = [tool.for_template() for tool in request.tools or ()]
+        tools = [tool.for_template() for tool in request.shown_tools]
         return AnswerParser({**template, "fields": fields}, prefix=self._end_of(prompt), tools=tools)
 
     def _end_of(self, prompt: Prompt) -> str:
@@ -312,14 +327,17 @@ class PromptBuilder:
                 "(session_mode 'replace' starts again)",
                 param="document_ids",
             )
-        messages = before + given
+        continues = given[-1] if request.continue_final_message else None
+        messages = before + (given if continues is None else given[:-1])
         inputs = self._template_inputs(request)
         recorded_inputs = json.dumps(inputs) if any(inputs) else ""
         if record is not None and record.template_inputs != recorded_inputs:
             recorded = None  # the prompt begins with other tools, for example
         shown = preamble.before(messages)
         try:
-            rendered = render_conversation(self._tokenizer, shown, recorded=recorded, inputs=inputs)
+            rendered = render_conversation(
+                self._tokenizer, shown, continues=continues, recorded=recorded, inputs=inputs
+            )
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
         return Prompt(
@@ -330,19 +348,19 @@ class PromptBuilder:
             preamble=preamble,
             template_inputs=recorded_inputs,
             keeps_thoughts="reasoning_content" in self._tokenizer.template_fields,
+            continues=continues,
         )
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
         """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
         knows = self._tokenizer.knows
-        tools = [tool.for_template() for tool in request.tools or ()]
+        tools = [tool.for_template() for tool in request.shown_tools]
         if tools and not knows("tools"):
             raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
-        arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        unknown = [name for name in arguments if not self._tokenizer.takes(name)]
-        if unknown:
-            param = f"chat_template_kwargs.{unknown[0]}"
-            raise InvalidRequest(f"{param} is given; the chat template has no such variable", param=param)
+        takes = self._tokenizer.takes
+        arguments: dict[str, Any] = {
+            name: its for name, its in (request.chat_template_kwargs or {}).items() if takes(name)
+        }
         if (effort := request.reasoning_effort) is not None:
             values = (effort, effort != "none", effort != "none")
             efforts = dict(zip(_EFFORT_VARIABLES, values, strict=True))
@@ -350,10 +368,15 @@ class PromptBuilder:
         return TemplateInputs(tools, arguments)
 
     def ignored_fields(self, request: ChatRequest | TextRequest) -> list[str]:
-        """The fields that the client gave and that change nothing, here or with this model's template."""
-        ignored = request.ignored_fields
+        """The fields that the client gave and that change nothing with this model's template."""
+        ignored: list[str] = []
         if isinstance(request, TextRequest):
             return ignored
+        ignored += [
+            f"chat_template_kwargs.{name}"
+            for name in request.chat_template_kwargs or ()
+            if not self._tokenizer.takes(name)
+        ]
         if request.reasoning_effort is not None and not any(map(self._tokenizer.knows, _EFFORT_VARIABLES)):
             ignored.append("reasoning_effort")
         if request.thinking_token_budget is not None and (
@@ -517,7 +540,7 @@ class PlanChooser:
         *,
         answer_tokens: int,
     ) -> ChosenPlan:
-        """The plan of one prompt. Args: answer_tokens: the most that the answer may have.
+        """The plan of one prompt. Args: answer_tokens: how long the answer is likely to be at most.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """

@@ -8,12 +8,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvferry.services.router.completion.engine_fields import ChatFields, EngineFields
-from kvferry.services.router.completion.requests import StopString
+from kvferry.services.router.completion.engine_fields import (
+    AgentHint,
+    CacheControl,
+    ChatFields,
+    EngineFields,
+)
+from kvferry.services.router.completion.requests import (
+    Content,
+    ContentPart,
+    ReadableContent,
+    StopString,
+    check_readable,
+    text_of,
+)
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import ToolName
-from kvferry.services.router.completion.translation import Names, Translation, chat_request, texts_of
-from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported
+from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName
+from kvferry.services.router.completion.translation import Names, Translation, chat_request
+from kvferry.services.router.http.body import ClientModel, Range, Unsupported
 from kvferry.services.router.sessions.record import SessionId
 
 _NAMES = {
@@ -21,8 +33,8 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
-    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"\.function\.parameters": ".input_schema",
+    r"\.function": "",
     r"tool_choice\.function": "tool_choice",
     "stop": "stop_sequences",
 }
@@ -30,101 +42,107 @@ _THINKING_EFFORT = "medium"
 """Of requests that turn thinking on and give no effort."""
 
 
-class TextBlock(StrictModel):
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored = None
-    citations: Annotated[Any, Unsupported([])] = None
-
-
-class ToolUseBlock(StrictModel):
+class ToolUseBlock(ClientModel):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
     name: ToolName
     input: dict[str, Any]
-    cache_control: Ignored = None
-    caller: Ignored = None
-    toolset_name: Annotated[Any, Unsupported()] = None
 
 
-_Texts = str | Annotated[list[TextBlock], Field(fail_fast=True)]
-
-
-class ToolResultBlock(StrictModel):
+class ToolResultBlock(ClientModel):
     """What a called tool returned. Chat templates cannot show `is_error`; say it in the text."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts | None = None
-    is_error: Ignored = None
-    cache_control: Ignored = None
-    toolset_name: Annotated[Any, Unsupported()] = None
+    content: Content | None = None
 
 
-class ThinkingBlock(StrictModel):
+class ThinkingBlock(ClientModel):
     """Thoughts of an earlier answer. They need no signature."""
+
+    echoed = frozenset({"signature"})
 
     type: Literal["thinking"]
     thinking: str
-    signature: Ignored = None
 
 
-class RedactedThinkingBlock(StrictModel):
-    """Thoughts of another server, which nobody can read here; they are left out."""
+class LeftOutBlock(ClientModel):
+    """What another server said to itself, or did with its own tools; the model does not get to know it."""
 
-    type: Literal["redacted_thinking"]
-    data: Ignored = None
+    type: str
+
+    @property
+    def left_out(self) -> str:
+        return self.type
 
 
-_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_KINDS = ("text", "tool_use", "tool_result", "thinking")
+_LEFT_OUT = ("redacted_thinking", "server_tool_use", "compaction")
 
 
 def _kind(block: Any) -> str | None:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if kind in _KINDS else None
+    if not isinstance(kind, str):
+        return None
+    if kind in _LEFT_OUT or (kind.endswith("_tool_result") and kind != "tool_result"):
+        return "left_out"
+    return kind if kind in _KINDS else "text"  # which says what it cannot read
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
+    Annotated[ContentPart, Tag("text")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
-    Discriminator(
-        _kind,
-        custom_error_type="rule",
-        custom_error_message=f"must be a block of type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}",
-    ),
+    | Annotated[LeftOutBlock, Tag("left_out")],
+    Discriminator(_kind, custom_error_type="rule", custom_error_message="must be a block with a type"),
 ]
 
 
-class ClientMessage(StrictModel):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(min_length=1, fail_fast=True)]
+class ClientMessage(ClientModel):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+    @field_validator("content")
+    @classmethod
+    def _is_readable(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            check_readable([block for block in value if isinstance(block, ContentPart)])
+        return value
 
 
-class ClientTool(StrictModel):
+class ClientTool(ClientModel):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
-    cache_control: Ignored = None
-    strict: Ignored = None
-    eager_input_streaming: Ignored = None
-    input_examples: Ignored = None
-    allowed_callers: Annotated[Any, Unsupported([], ["direct"])] = None
-    defer_loading: Annotated[Any, Unsupported(False)] = None
 
     def for_chat(self) -> dict[str, Any]:
         shown = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": shown}
 
 
-class ToolChoice(StrictModel):
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "other" if isinstance(kind, str) and kind != "custom" else "custom"
+
+
+ClientTools = Annotated[
+    list[
+        Annotated[
+            Annotated[ClientTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+            Discriminator(_tool_kind),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+
+
+class ToolChoice(ClientModel):
     """`name` is that of a `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -144,46 +162,58 @@ class ToolChoice(StrictModel):
         return {"any": "required"}.get(self.type, self.type)
 
 
-class Thinking(StrictModel):
+class Thinking(ClientModel):
     """Turns thinking on (`enabled`, `adaptive`) or off where the chat template can."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Range(1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
-class OutputFormat(StrictModel):
+class OutputFormat(ClientModel):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(StrictModel):
+class OutputConfig(ClientModel):
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     format: OutputFormat | None = None
 
 
-class PromptFields(StrictModel):
-    """What decides an Anthropic prompt."""
+class ContextManagement(ClientModel):
+    """What other servers leave out of long conversations. Which thoughts of earlier answers the model sees is
+    for the chat template here; nothing else may be left out."""
+
+    edits: list[dict[str, Any]] | None = None
+
+    @field_validator("edits")
+    @classmethod
+    def _of_thoughts(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for edit in value or ():
+            if not str(edit.get("type")).startswith("clear_thinking"):
+                raise PydanticCustomError("rule", "must have edits of type clear_thinking_20251015 alone")
+        return value
+
+
+class PromptFields(ClientModel):
+    """What decides an Anthropic prompt. One that ends with an answer has it continued."""
 
     model: str
     messages: Annotated[list[ClientMessage], Field(min_length=1, fail_fast=True)]
-    system: _Texts | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=128)] | None = None
+    system: ReadableContent | None = None
+    tools: ClientTools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Ignored = None
-    speed: Ignored = None
-    user_profile_id: Ignored = None
-    workspace_id: Ignored = None
-    context_management: Annotated[Any, Unsupported()] = None
+    context_management: ContextManagement | None = None
+    cache_control: CacheControl | None = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
 
     @field_validator("messages")
     @classmethod
-    def _ends_with_a_question(cls, value: list[ClientMessage]) -> list[ClientMessage]:
-        if value[-1].role == "assistant":
-            raise PydanticCustomError("rule", "must not end with an answer; this server continues none")
+    def _ends_before_a_result(cls, value: list[ClientMessage]) -> list[ClientMessage]:
+        if any(isinstance(block, ToolUseBlock) for block in value[-1].content):
+            raise PydanticCustomError("rule", "must not end with a call; its result is to follow")
         return value
 
 
@@ -197,10 +227,6 @@ class MessagesRequest(PromptFields, EngineFields, ChatFields, StructuredField):
     max_tokens: Annotated[int, Range(1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
     session_id: SessionId | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    diagnostics: Ignored = None
-    inference_geo: Ignored = None
     container: Annotated[Any, Unsupported()] = None
 
 
@@ -212,16 +238,22 @@ def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
     if body.system:
-        messages.append({"role": "system", "content": texts_of(body.system, between="\n\n")})
+        messages.append({"role": "system", "content": text_of(body.system, between="\n\n")})
         origins.append("system")
     for index, message in enumerate(body.messages):
         for shown in _messages(message):
             messages.append(shown)
             origins.append(f"messages[{index}]")
+    tools = {
+        f"tools[{index}]": tool.for_chat()
+        for index, tool in enumerate(body.tools or ())
+        if isinstance(tool, ClientTool)
+    }
     fields: dict[str, Any] = {
         "messages": messages,
-        "tools": [tool.for_chat() for tool in body.tools or ()] or None,
+        "tools": list(tools.values()) or None,
         "reasoning_effort": _effort(body),
+        "continue_final_message": messages[-1]["role"] == "assistant" or None,
     }
     if body.tool_choice is not None:
         fields["tool_choice"] = body.tool_choice.for_chat()
@@ -232,11 +264,13 @@ def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
         fields["include_reasoning"] = False
     if body.thinking is not None:
         fields["thinking_token_budget"] = body.thinking.budget_tokens
+    if body.cache_control is not None and body.agent_hint is None:
+        fields["agent_hint"] = AgentHint(cache_control=body.cache_control)
     if isinstance(body, MessagesRequest):
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences
         fields["session_id"] = body.session_id
-    return chat_request(body, fields, Names(messages=origins, fields=_NAMES))
+    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
 
 
 def _effort(body: PromptFields) -> str | None:
@@ -252,15 +286,15 @@ def _messages(message: ClientMessage) -> Iterator[dict[str, Any]]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    texts = [block for block in message.content if isinstance(block, ContentPart)]
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     for result in results:
-        content = texts_of(result.content)
+        content = text_of(result.content)
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
     if texts or calls or thoughts or not results:
-        shown: dict[str, Any] = {"role": message.role, "content": texts_of(texts)}
+        shown: dict[str, Any] = {"role": message.role, "content": text_of(texts)}
         if calls:
             shown["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}

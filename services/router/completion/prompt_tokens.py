@@ -55,7 +55,7 @@ def prompt_tokens(
         )
         text = assembler.push(token_id).token_text
         logprob = token.logprob if token is not None else None
-        listed = tuple((its, value) for _, its, value in top[:num_listed])
+        listed = tuple(TokenLogprob(text=its, logprob=value) for _, its, value in top[:num_listed])
         entries.append(TokenLogprob(text=text, logprob=logprob, offset=offset, top=listed))
         offset += len(text)
         if logprob is None:

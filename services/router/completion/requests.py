@@ -1,33 +1,46 @@
 """The bodies of POST requests as strict types with every range, and the sampling parameters they stand for.
 
-The fields of other servers that this one does nothing for are in `other_fields.py`. FastAPI reads bodies into
-these types and describes them at `/openapi.json`; `http/errors.py` words their errors.
+Fields of other servers that would change an answer, and that this one lacks, are in `refused_fields.py`.
+FastAPI reads bodies into these types and describes them at `/openapi.json`; `http/errors.py` words their
+errors.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion.engine_fields import (
     INT31,
+    MAX_PRIORITY,
     ChatFields,
     EngineFields,
     KvCompression,
     Priority,
     TtlS,
 )
-from kvferry.services.router.completion.other_fields import OtherChatFields, OtherFields, OtherTextFields
+from kvferry.services.router.completion.refused_fields import (
+    RefusedChatFields,
+    RefusedFields,
+    RefusedTextFields,
+)
 from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
-from kvferry.services.router.completion.tools import NamedTool, Tool, ToolCall
-from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported, ignored_names
+from kvferry.services.router.completion.tools import (
+    AllowedTools,
+    NamedTool,
+    OtherTool,
+    Tool,
+    ToolCall,
+    Tools,
+)
+from kvferry.services.router.http.body import ClientModel, Range, StrictModel, Unsupported
 from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
@@ -41,44 +54,101 @@ from kvferry.shared.sampling.params import (
 
 _TEXT_MAX_TOKENS = 16
 _MAX_BIASES = 1024
-
+_OF_TOOLS = ("tool", "function", "ipython")
+"""Roles of messages in which a note stands for what the model cannot read."""
+_READABLE = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 
 TokenId = Annotated[int, Range(0)]
 StopString = Annotated[str, StringConstraints(max_length=256)]
 _Prompt = str | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
-    prompt_cache_breakpoint: Ignored = None
+class ContentPart(ClientModel):
+    """A part: text, a refusal, a document of plain text, or what a model here cannot read. The text of a
+    refusal is its `refusal`; a document's is in its `source`."""
+
+    echoed = frozenset({"annotations", "logprobs"})
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    source: dict[str, Any] | None = None
+
+    @property
+    def left_out(self) -> str:
+        return self.type if self.readable is None else ""
+
+    @property
+    def readable(self) -> str | None:
+        """The part's text; None where it has none that a model here reads."""
+        if self.type == "document" and self.source is not None and self.source.get("type") == "text":
+            data = self.source.get("data")
+            return data if isinstance(data, str) else None
+        return (self.refusal if self.type == "refusal" else self.text) if self.type in _READABLE else None
 
 
-class Message(StrictModel):
+def _has_text(parts: list[ContentPart]) -> list[ContentPart]:
+    for part in parts:
+        if part.type in _READABLE and part.readable is None:
+            raise PydanticCustomError("rule", f"must have the text of each part of type {part.type}")
+    return parts
+
+
+Parts = Annotated[list[ContentPart], Field(fail_fast=True), AfterValidator(_has_text)]
+Content = str | Parts
+
+
+def check_readable(content: Content | None) -> Content | None:
+    """The content. Raises: PydanticCustomError where a part is no text: without it, the answer is another."""
+    for part in content if isinstance(content, list) else ():
+        if part.readable is None:
+            raise PydanticCustomError(
+                "rule", f"must not have a part of type {part.type}; models here read text"
+            )
+    return content
+
+
+ReadableContent = Annotated[Content, AfterValidator(check_readable)]
+
+
+def text_of(content: Content | None, *, between: str = "") -> str:
+    """The text of a content. A note stands for what models here cannot read."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return between.join(
+        part.readable
+        if part.readable is not None
+        else f"[{part.type}: left out, as the model reads text alone]"
+        for part in content
+    )
+
+
+class Message(ClientModel):
     """One message. The chat template decides which roles there are, and which of `name`, `tool_calls`,
     `tool_call_id` and `reasoning_content` it shows the model. `reasoning` is another name of
     `reasoning_content`."""
 
+    echoed = frozenset({"annotations"})
+
     role: Annotated[str, StringConstraints(max_length=64)]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)] | None,
-        Field(validate_default=True),
-    ] = None
+    content: Annotated[Content | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Annotated[Any, Unsupported("")] = None
+    refusal: str | None = None
     audio: Annotated[Any, Unsupported()] = None
     function_call: Annotated[Any, Unsupported()] = None
-    annotations: Annotated[Any, Unsupported([])] = None
 
     @field_validator("content")
     @classmethod
-    def _assistants_may_lack_it(cls, value: Any, info: Any) -> Any:
-        if value is None and info.data.get("role") != "assistant":
+    def _for_its_role(cls, value: Any, info: Any) -> Any:
+        role = info.data.get("role")
+        if value is None and role == "user":
             raise PydanticCustomError("missing", "is missing")
+        if role not in _OF_TOOLS:
+            check_readable(value)
         return value
 
     def recorded(self, template_fields: frozenset[str]) -> ChatMessage:
@@ -86,8 +156,6 @@ class Message(StrictModel):
 
         Args: template_fields: what the chat template uses; the others are left out.
         """
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         more: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
@@ -95,16 +163,16 @@ class Message(StrictModel):
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
         more = {name: value for name, value in more.items() if value and name in template_fields}
+        text = text_of(self.content) or self.refusal or ""
         return ChatMessage(normalize_role(self.role), text, json.dumps(more) if more else "")
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(ClientModel):
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
     continuous_usage_stats: bool | None = None
 
 
-class CompletionFields(EngineFields, StructuredFields, OtherFields):
+class CompletionFields(EngineFields, StructuredFields, RefusedFields):
     """The fields of both endpoints."""
 
     stream_options: StreamOptions | None = None
@@ -179,16 +247,35 @@ class CompletionFields(EngineFields, StructuredFields, OtherFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def ignored_fields(self) -> list[str]:
-        """The fields that the client gave and that change nothing."""
-        return sorted(
-            name for name in _IGNORED.intersection(self.model_fields_set) if getattr(self, name) is not None
-        )
-
-    @property
     def token_limit(self) -> tuple[str, int] | None:
         """The field that bounds the completion and its value, where the client gave one."""
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+    @property
+    def salt(self) -> str:
+        """Prompts are reused only by those that have the same; empty without one."""
+        return json.dumps([self.cache_salt, self.extra_key]) if self.cache_salt or self.extra_key else ""
+
+    @property
+    def keep_s(self) -> float | None:
+        """How long the prompt's KV is to be kept for one that continues it, in seconds."""
+        controls = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
+        times = [float(its.ttl) for its in controls if its is not None and its.ttl is not None]
+        return max(times, default=None)
+
+    @property
+    def releases(self) -> bool:
+        """Whether the conversation's KV may be dropped after this turn."""
+        if self.agent_hint is None or self.agent_hint.context_management is None:
+            return False
+        return any(edit.type == "evict" for edit in self.agent_hint.context_management.edits or ())
+
+    @property
+    def hinted_priority(self) -> int:
+        """As `priority` is here, where the smallest comes first."""
+        hints = self.nvext.agent_hints if self.nvext is not None else None
+        given = hints.priority if hints is not None else None
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, -(given or 0)))
 
     @property
     def num_prompt_alternatives(self) -> int | None:
@@ -201,12 +288,14 @@ class CompletionFields(EngineFields, StructuredFields, OtherFields):
         return self.session_mode == "replace"
 
 
-class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
+class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: bool | None = None
@@ -215,11 +304,34 @@ class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
     @field_validator("tool_choice")
     @classmethod
     def _of_the_tools(cls, value: Any, info: Any) -> Any:
-        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        names = {tool.function.name for tool in _functions(info.data.get("tools"))}
         if value == "required" and not names:
-            raise PydanticCustomError("rule", "must be none or auto where there are no tools")
-        if isinstance(value, NamedTool) and value.function.name not in names:
-            raise PydanticCustomError("rule", "must name one of the tools")
+            raise PydanticCustomError("rule", "must be none or auto where there are no functions among tools")
+        named = {value.function.name} if isinstance(value, NamedTool) else set()
+        if isinstance(value, AllowedTools):
+            named = value.names
+            if not named and value.allowed_tools.mode == "required":
+                raise PydanticCustomError("rule", "must name a function of the tools where mode is required")
+        if not named <= names:
+            raise PydanticCustomError("rule", "must name functions of the tools")
+        return value
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _an_answer(cls, value: bool | None, info: Any) -> bool | None:
+        messages = info.data.get("messages")
+        if value and messages and (messages[-1].role != "assistant" or messages[-1].tool_calls):
+            raise PydanticCustomError("rule", "is allowed only where the last message is an answer in text")
+        return value
+
+    @field_validator("add_generation_prompt")
+    @classmethod
+    def _begins_an_answer(cls, value: bool | None, info: Any) -> bool | None:
+        continues = bool(info.data.get("continue_final_message"))
+        if value is not None and value is continues:
+            raise PydanticCustomError(
+                "rule", f"must be {str(not continues).lower()}, as an answer is to come"
+            )
         return value
 
     @field_validator("top_logprobs")
@@ -250,12 +362,27 @@ class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
     @property
     def called_tools(self) -> list[Tool]:
         """The tools of which the answer must be calls; none where it need not."""
-        if self.tool_choice == "required":
-            return self.tools or []
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            return [tool for tool in self.tools or () if tool.function.name == name][:1]
+        choice = self.tool_choice
+        if choice == "required" or (
+            isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        ):
+            return self.shown_tools
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.shown_tools if tool.function.name == choice.function.name][:1]
         return []
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model gets to know."""
+        tools = _functions(self.tools)
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in tools if tool.function.name in self.tool_choice.names]
+        return tools
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may be calls where it need not."""
+        return bool(self.shown_tools) and self.tool_choice != "none"
 
     @property
     def token_limit(self) -> tuple[str, int] | None:
@@ -274,7 +401,7 @@ class ChatRequest(CompletionFields, ChatFields, OtherChatFields):
         return super().is_whole or (self.session_mode != "append" and answered)
 
 
-class TextRequest(CompletionFields, OtherTextFields):
+class TextRequest(CompletionFields, RefusedTextFields):
     """POST /v1/completions. A prompt is a string or token ids; a list of prompts has the choices of each in
     turn.
 
@@ -326,17 +453,22 @@ class DocumentRequest(StrictModel):
     kv_compression: KvCompression | None = None
 
 
+def _functions(tools: Sequence[Tool | OtherTool] | None) -> list[Tool]:
+    """The tools that a model can call."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
 def sampling_params(
     request: ChatRequest | TextRequest,
     num_prompt_tokens: int,
     model: ModelSpec,
-    default_max_tokens: int,
     grammar: Grammar | None = None,
     *,
     defaults: Mapping[str, float] = MappingProxyType({}),
     thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
-    """The request's sampling, with its exact length, and a random seed where it gives none.
+    """The request's sampling, with a random seed where it gives none. Its limit is within the room that the
+    context has after the prompt, which is also the limit of a chat that gives none.
 
     Args: defaults: fields of the result for a request that does not give them.
 
@@ -356,18 +488,8 @@ def sampling_params(
             "max_tokens is 0; it must be at least 1 unless echo is true or prompt_logprobs is given",
             param="max_tokens",
         )
-    if limit is not None and limit[1] > room:
-        raise ContextLengthExceeded(
-            f"The prompt has {num_prompt_tokens} tokens and {limit[0]} is {limit[1]}; together they exceed "
-            f"the context of {window} tokens",
-            param=limit[0],
-        )
     min_tokens = request.min_tokens or 0
-    most = (
-        max(1, limit[1])
-        if limit is not None
-        else min(default_max_tokens if is_chat else _TEXT_MAX_TOKENS, room)
-    )
+    most = min(max(1, limit[1] if limit is not None else room if is_chat else _TEXT_MAX_TOKENS), room)
     if min_tokens > most:
         raise InvalidRequest(
             f"min_tokens is {min_tokens}; it must be at most {most}, the most tokens of the answer",
@@ -406,9 +528,6 @@ def sampling_params(
         logit_bias=bias,
         **{"seed": secrets.randbits(63), **defaults, **given},
     )
-
-
-_IGNORED = ignored_names(ChatRequest) | ignored_names(TextRequest)
 
 
 def with_seed_of(sampling: SamplingParams, index: int) -> SamplingParams:

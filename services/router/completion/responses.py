@@ -1,7 +1,6 @@
 """POST /v1/responses: its fields, and the chat request that they stand for.
 
-Fields that OpenAI's API has and that this server does nothing for are `Ignored`, or `Unsupported` where a
-client would miss their effect; see `other_fields.py`.
+Fields of OpenAI's API that would change the answer, and that this server lacks, are `Unsupported`.
 """
 
 from __future__ import annotations
@@ -10,15 +9,21 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
-from kvferry.services.router.completion.requests import StopString
+from kvferry.services.router.completion.requests import (
+    Content,
+    Parts,
+    ReadableContent,
+    StopString,
+    text_of,
+)
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import ToolName
-from kvferry.services.router.completion.translation import Names, Translation, chat_request, texts_of
-from kvferry.services.router.http.body import Ignored, Range, StrictModel, Unsupported
+from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName, custom_call
+from kvferry.services.router.completion.translation import Names, Translation, chat_request
+from kvferry.services.router.http.body import ClientModel, Range, Unsupported
 from kvferry.shared.model.tokenizer import ChatMessage
 
 _NAMES = {
@@ -27,142 +32,222 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "thinking_token_budget": "reasoning.max_tokens",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"\.function": "",
     r"tool_choice\.function": "tool_choice",
     "top_logprobs": "top_logprobs",
     "logprobs": "include",
     "messages": "input",
 }
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]
 
 
-class InputText(StrictModel):
-    """Text in a message or in a function's output."""
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-    annotations: Ignored = None
-    logprobs: Ignored = None
-    prompt_cache_breakpoint: Ignored = None
+class _Item(ClientModel):
+    echoed = frozenset({"id", "status"})
 
 
-_Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
-
-
-class InputMessage(StrictModel):
+class InputMessage(_Item):
     """A message, of the client or of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Texts
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
+    content: ReadableContent
 
 
-class InputCall(StrictModel):
+class InputCall(_Item):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: ToolName
+    namespace: str | None = None
     arguments: str
-    id: Ignored = None
-    status: Ignored = None
-    caller: Ignored = None
     async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
-    namespace: Annotated[Any, Unsupported()] = None
+
+    def for_chat(self) -> dict[str, Any]:
+        name = self.name if self.namespace is None else flat_name(self.namespace, self.name)
+        function = {"name": name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
-class InputCallOutput(StrictModel):
-    """What a called function returned."""
+class InputCustomCall(_Item):
+    """A call, of an earlier answer, of a tool that takes a text."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: _Texts
-    id: Ignored = None
-    name: Ignored = None
-    status: Ignored = None
-    caller: Ignored = None
-    namespace: Annotated[Any, Unsupported()] = None
+    name: ToolName
+    input: str
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"id": self.call_id, "type": "function", "function": custom_call(self.name, self.input)}
 
 
-class InputReasoning(StrictModel):
+class InputCallOutput(_Item):
+    """What a called function, or custom tool, returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+class InputReasoning(_Item):
     """Thoughts of an earlier answer: `content`, or without it `summary`."""
 
     type: Literal["reasoning"]
-    summary: list[InputText] | None = None
-    content: list[InputText] | None = None
-    id: Ignored = None
-    status: Ignored = None
-    encrypted_content: Ignored = None
+    summary: Parts | None = None
+    content: Parts | None = None
 
 
-class FunctionTool(StrictModel):
+class ItemReference(ClientModel):
+    """An item of a stored response by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: Annotated[str, StringConstraints(max_length=256)]
+
+
+class OtherItem(ClientModel):
+    """What another server did with a tool of its own, or wrote for itself; the model does not get to know
+    it."""
+
+    type: str
+
+    @property
+    def left_out(self) -> str:
+        return self.type
+
+
+class FunctionTool(ClientModel):
     """A function that the client runs."""
 
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Ignored = None
-    output_schema: Ignored = None
-    allowed_callers: Annotated[Any, Unsupported([], ["direct"])] = None
-    defer_loading: Annotated[Any, Unsupported(False)] = None
+    strict: bool | None = None
     async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self, namespace: Namespace | None = None) -> dict[str, Any]:
         shown = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        if namespace is not None:
+            shown["name"] = flat_name(namespace.name, self.name)
         return {"type": "function", "function": shown}
 
 
-class InputTools(StrictModel):
-    """Functions beside `tools`, from this item on. The chat template shows them with those of `tools`."""
+class Namespace(ClientModel):
+    """Functions with a common prefix. The model calls them `NAMESPACE__NAME`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: InnerTools
+
+
+def flat_name(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"
+
+
+def _tool_kind(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "namespace") else "other"
+
+
+_TYPED = {"custom_error_type": "rule", "custom_error_message": "must be an object with a type"}
+InnerTools = Annotated[
+    list[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[OtherTool, Tag("other")]
+            | Annotated[OtherTool, Tag("namespace")],
+            Discriminator(_tool_kind, **_TYPED),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+ResponseTools = Annotated[
+    list[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[Namespace, Tag("namespace")]
+            | Annotated[OtherTool, Tag("other")],
+            Discriminator(_tool_kind, **_TYPED),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+
+
+class InputTools(ClientModel):
+    """Tools beside `tools`, from this item on. The chat template shows them with those of `tools`."""
 
     type: Literal["additional_tools"]
-    role: Literal["developer"]
-    tools: Annotated[list[FunctionTool], Field(max_length=128)]
-    id: Ignored = None
+    tools: ResponseTools
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning", "additional_tools")
+_KINDS = {
+    "message": "message",
+    "function_call": "call",
+    "custom_tool_call": "custom_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "reference",
+    "additional_tools": "tools",
+}
 
 
 def _kind(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in _KINDS else None
+    """An item without a type is a message, or, where it has only an id, a reference."""
+    fields = item if isinstance(item, dict) else vars(item) if isinstance(item, ClientModel) else None
+    if fields is None:
+        return None
+    kind = fields.get("type")
+    if kind is None:
+        return "reference" if "id" in fields and "role" not in fields else "message"
+    return _KINDS.get(kind, "other") if isinstance(kind, str) else None
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputCall, Tag("call")]
+    | Annotated[InputCustomCall, Tag("custom_call")]
+    | Annotated[InputCallOutput, Tag("output")]
     | Annotated[InputReasoning, Tag("reasoning")]
-    | Annotated[InputTools, Tag("additional_tools")],
+    | Annotated[ItemReference, Tag("reference")]
+    | Annotated[InputTools, Tag("tools")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(
-        _kind,
-        custom_error_type="rule",
-        custom_error_message=f"must be an item of type {', '.join(_KINDS[:-1])} or {_KINDS[-1]}",
+        _kind, custom_error_type="rule", custom_error_message="must be a message or an item with a type"
     ),
 ]
 
 
-class ChosenFunction(StrictModel):
+INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
+
+
+class ChosenFunction(ClientModel):
     type: Literal["function"]
     name: ToolName
+    namespace: str | None = None
+
+    @property
+    def flat_name(self) -> str:
+        return self.name if self.namespace is None else flat_name(self.namespace, self.name)
 
 
-class TextFormat(StrictModel):
+class AllowedFunctions(ClientModel):
+    """The functions that the answer may call, or of which it must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction | OtherTool], Field(max_length=MAX_TOOLS)]
+
+    def for_chat(self) -> dict[str, Any]:
+        chosen = [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
+        tools = [{"type": "function", "function": {"name": tool.flat_name}} for tool in chosen]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class TextFormat(ClientModel):
     """`schema` is that of `json_schema`."""
 
     model_config = ConfigDict(validate_by_name=False)
@@ -178,25 +263,16 @@ class TextFormat(StrictModel):
         return {"type": self.type, **({"json_schema": named} if self.type == "json_schema" else {})}
 
 
-class TextConfig(StrictModel):
+class TextConfig(ClientModel):
     format: TextFormat | None = None
-    verbosity: Ignored = None
 
 
-class Reasoning(StrictModel):
+class Reasoning(ClientModel):
     """`effort` is chat's `reasoning_effort`, `max_tokens` its `thinking_token_budget`. Thoughts are shown as
     the model wrote them, with or without `summary`."""
 
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     max_tokens: Annotated[int, Range(0, INT31)] | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
-    context: Annotated[Any, Unsupported("auto")] = None
-    mode: Annotated[Any, Unsupported("standard")] = None
-
-
-class ResponseStreamOptions(StrictModel):
-    include_obfuscation: Ignored = None
 
 
 class ResponseRequest(EngineFields, ChatFields, StructuredField):
@@ -206,30 +282,21 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     instructions: str | None = None
     previous_response_id: Annotated[str, StringConstraints(max_length=128)] | None = None
     store: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Range(1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: ResponseTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[_INCLUDABLE] | None = None
+    include: list[str] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
     metadata: Annotated[
         dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)
     ] | (None) = None
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
-    max_tool_calls: Ignored = None
-    access_programs: Ignored = None
-    image: Ignored = None
-    truncation: Annotated[Any, Unsupported("disabled")] = None
+    truncation: Annotated[Any, Unsupported("disabled", "auto")] = None
+    session_id: Annotated[Any, Unsupported()] = None
     background: Annotated[Any, Unsupported(False)] = None
     conversation: Annotated[Any, Unsupported()] = None
     prompt: Annotated[Any, Unsupported()] = None
@@ -247,12 +314,29 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def is_stored(self) -> bool:
         return self.store is not False
 
-    @property
-    def every_tool(self) -> list[FunctionTool]:
-        """Those of `tools`, then those of the input's items."""
+    def every_tool(self) -> Iterator[tuple[str, Namespace | None, FunctionTool | OtherTool]]:
+        """Those of `tools`, then those of the input's items, each with its field and namespace."""
         items = () if isinstance(self.input, str) else self.input
-        added = [tool for item in items if isinstance(item, InputTools) for tool in item.tools]
-        return [*(self.tools or ()), *added]
+        lists = [("tools", self.tools or [])]
+        lists += [
+            (f"input[{n}].tools", its.tools) for n, its in enumerate(items) if isinstance(its, InputTools)
+        ]
+        for field, tools in lists:
+            for index, tool in enumerate(tools):
+                if isinstance(tool, Namespace):
+                    for inner, its in enumerate(tool.tools):
+                        yield f"{field}[{index}].tools[{inner}]", tool, its
+                else:
+                    yield f"{field}[{index}]", None, tool
+
+    @property
+    def namespaced(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of the functions that the model knows by another name."""
+        return {
+            flat_name(space.name, tool.name): (space.name, tool.name)
+            for _, space, tool in self.every_tool()
+            if space is not None and isinstance(tool, FunctionTool)
+        }
 
     @property
     def has_logprobs(self) -> bool:
@@ -274,12 +358,17 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
     for origin, message in _messages(body.input):
         messages.append(message)
         origins.append(origin)
+    tools = {
+        field: tool.for_chat(space)
+        for field, space, tool in body.every_tool()
+        if isinstance(tool, FunctionTool)
+    }
     fields: dict[str, Any] = {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "session_mode": "replace",
-        "tools": [tool.for_chat() for tool in body.every_tool] or None,
+        "tools": list(tools.values()) or None,
         "tool_choice": body.tool_choice,
         "logprobs": body.has_logprobs or None,
         "top_logprobs": body.top_logprobs,
@@ -287,13 +376,15 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
         "ignore_eos": body.ignore_eos,
     }
     if isinstance(body.tool_choice, ChosenFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.flat_name}}
+    elif isinstance(body.tool_choice, AllowedFunctions):
+        fields["tool_choice"] = body.tool_choice.for_chat()
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = body.text.format.for_chat()
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         fields["thinking_token_budget"] = body.reasoning.max_tokens
-    return chat_request(body, fields, Names(messages=origins, fields=_NAMES))
+    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
 
 
 def _shown(message: ChatMessage) -> dict[str, Any]:
@@ -314,32 +405,28 @@ def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     answer: dict[str, Any] = {}
     origin = ""
     for index, item in enumerate(items):
-        if isinstance(item, InputTools):
+        if isinstance(item, InputTools | OtherItem | ItemReference):
             continue
-        is_answer = isinstance(item, InputReasoning | InputCall) or (
-            isinstance(item, InputMessage) and item.role == "assistant"
-        )
+        is_call = isinstance(item, InputCall | InputCustomCall)
+        is_message = isinstance(item, InputMessage)
+        is_answer = is_call or isinstance(item, InputReasoning) or (is_message and item.role == "assistant")
         # A message or thoughts after a message or calls begin another answer.
-        begins = not isinstance(item, InputCall) and bool({"content", "tool_calls"} & answer.keys())
+        begins = not is_call and bool({"content", "tool_calls"} & answer.keys())
         if answer and (begins or not is_answer):
             yield origin, answer
             answer = {}
         if is_answer and not answer:
             origin, answer = f"input[{index}]", {"role": "assistant"}
         if isinstance(item, InputReasoning):
-            answer["reasoning_content"] = texts_of(item.content or item.summary)
-        elif isinstance(item, InputCall):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+            answer["reasoning_content"] = text_of(item.content or item.summary)
+        elif isinstance(item, InputCall | InputCustomCall):
+            answer.setdefault("tool_calls", []).append(item.for_chat())
         elif isinstance(item, InputCallOutput):
-            yield (
-                f"input[{index}]",
-                {"role": "tool", "tool_call_id": item.call_id, "content": texts_of(item.output)},
-            )
+            result = {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+            yield f"input[{index}]", result
         elif is_answer:
-            answer["content"] = texts_of(item.content)
+            answer["content"] = text_of(item.content)
         else:
-            yield f"input[{index}]", {"role": item.role, "content": texts_of(item.content)}
+            yield f"input[{index}]", {"role": item.role, "content": text_of(item.content)}
     if answer:
         yield origin, answer

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
+from pydantic_core import from_json
 
 from kvferry.services.router.completion.tools import Tool
-from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Unsupported
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import Grammar
+from kvferry.shared.sampling.schemas import guided_json
 
 _NAMED = "response_format.json_schema.schema"
 JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
@@ -23,7 +25,7 @@ _Schema = dict[str, Any]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=4096)]
 
 
-class JsonSchema(StrictModel):
+class JsonSchema(ClientModel):
     """A named schema. Answers follow it whether `strict` or not."""
 
     model_config = ConfigDict(serialize_by_alias=True, validate_by_name=False)
@@ -34,12 +36,12 @@ class JsonSchema(StrictModel):
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(ClientModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(ClientModel):
     """vLLM's; exactly one of the first five."""
 
     json_: Annotated[_Schema | _Text | None, Field(alias="json")] = None
@@ -49,12 +51,11 @@ class StructuredOutputs(StrictModel):
     grammar: _Text | None = None
     structural_tag: Annotated[Any, Unsupported()] = None
     whitespace_pattern: Annotated[Any, Unsupported()] = None
-    disable_any_whitespace: Ignored = None
-    disable_fallback: Ignored = None
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: Annotated[Any, Unsupported(False)] = None
 
 
-class StructuredField(StrictModel):
+class StructuredField(ClientModel):
     """What asks for structured output in every API of this server."""
 
     structured_outputs: StructuredOutputs | None = None
@@ -90,8 +91,12 @@ def grammar_of(request: StructuredFields) -> tuple[str, Grammar] | None:
     return found[0] if found else None
 
 
-def calls_grammar(tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool) -> Grammar:
+def calls_grammar(
+    tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool, or_text: Grammar | None = None
+) -> Grammar:
     """The grammar of calls of these tools, as the model's chat template writes them.
+
+    Args: or_text: a JSON schema that the answer may follow in place of calls.
 
     Raises: InvalidRequest where the template does not say how.
     """
@@ -105,7 +110,10 @@ def calls_grammar(tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool
         return " ".join(json.dumps(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
 
     rules = form.grammar([tool.function.model_dump() for tool in tools], parallel=parallel, literal=literal)
-    return Grammar(kind="lark", text=f"start: calls\n{rules}")
+    if or_text is None:
+        return Grammar(kind="lark", text=f"start: calls\n{rules}")
+    schema = guided_json(from_json(or_text.text))
+    return Grammar(kind="lark", text=f"start: calls | answer\nanswer: %json {schema}\n{rules}")
 
 
 def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
@@ -120,15 +128,16 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
                 )
             yield "response_format.json_schema.schema", _schema(named.schema_)
     given = request.structured_outputs or StructuredOutputs()
+    is_compact = bool(given.disable_any_whitespace)
     if given.json_object:
-        yield "structured_outputs.json_object", JSON_OBJECT
+        yield "structured_outputs.json_object", _schema({"type": "object"}, is_compact=is_compact)
     for name, schema in (
         ("structured_outputs.json", given.json_),
         ("guided_json", request.guided_json),
         ("json_schema", request.json_schema),
     ):
         if schema is not None:
-            yield name, _schema(schema)
+            yield name, _schema(schema, is_compact=is_compact)
     for name, choices in (
         ("structured_outputs.choice", given.choice),
         ("guided_choice", request.guided_choice),
@@ -151,6 +160,13 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
             yield name, Grammar(kind="grammar", text=text)
 
 
-def _schema(schema: dict[str, Any] | str) -> Grammar:
+def _schema(schema: dict[str, Any] | str, *, is_compact: bool = False) -> Grammar:
+    """Raises: InvalidRequest where a text is no JSON."""
+    if is_compact:
+        try:
+            value = from_json(schema) if isinstance(schema, str) else schema
+        except ValueError as error:
+            raise InvalidRequest(f"structured_outputs.json is no JSON: {error}") from None
+        return Grammar(kind="lark", text=f"start: %json {guided_json(value, is_compact=True)}")
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return Grammar(kind="json_schema", text=text)

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import from_json
 
-from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.services.router.http.body import ClientModel
 
+MAX_TOOLS = 512
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class Function(StrictModel):
+class Function(ClientModel):
     """A function's description. `parameters` is a JSON schema; calls that the request demands follow it."""
 
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Ignored = None
-    defer_loading: Annotated[Any, Unsupported(False)] = None
 
 
-class Tool(StrictModel):
-    type: Literal["function"]
+class Tool(ClientModel):
+    type: Literal["function"] = "function"
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -34,20 +33,67 @@ class Tool(StrictModel):
         return {"type": "function", "function": {"description": "", "parameters": {}, **shown}}
 
 
-class NamedFunction(StrictModel):
+class OtherTool(ClientModel):
+    """A tool that the client does not run, or that takes no JSON: the model does not get to know it."""
+
+    type: str
+
+    @property
+    def left_out(self) -> str:
+        return self.type
+
+
+def is_function(tool: Any) -> str:
+    """Which of two kinds a tool is, `function` or `other`."""
+    kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", "function")
+    return "function" if kind == "function" or not isinstance(kind, str) else "other"
+
+
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(is_function)
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+
+
+class NamedFunction(ClientModel):
     name: ToolName
 
 
-class NamedTool(StrictModel):
+class NamedTool(ClientModel):
     """The function that the answer must call."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class CalledFunction(StrictModel):
+class ToolSubset(ClientModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool | OtherTool], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedTools(ClientModel):
+    """The tools that the answer may call, or of which it must call one; the model gets to know no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+    @property
+    def names(self) -> set[str]:
+        return {its.function.name for its in self.allowed_tools.tools if isinstance(its, NamedTool)}
+
+
+class CalledFunction(ClientModel):
     name: ToolName
     arguments: str | dict[str, Any] | None = None
+
+
+def custom_call(name: Any, text: Any) -> dict[str, Any]:
+    """A call of a custom tool, which takes a text, as one of a function."""
+    return {"name": name, "arguments": {"input": text}}
 
 
 def read_arguments(arguments: str | dict[str, Any]) -> Any:
@@ -60,13 +106,22 @@ def read_arguments(arguments: str | dict[str, Any]) -> Any:
         return arguments
 
 
-class ToolCall(StrictModel):
-    """A call in an earlier answer. `arguments` are JSON."""
+class ToolCall(ClientModel):
+    """A call in an earlier answer. `arguments` are JSON; a custom tool's text is their `input`."""
+
+    echoed = frozenset({"index"})
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     function: CalledFunction
-    index: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _custom(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(custom := value.get("custom"), dict):
+            rest = {name: its for name, its in value.items() if name != "custom"}
+            return {**rest, "function": custom_call(custom.get("name"), custom.get("input"))}
+        return value
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: with the arguments as an object, where they are one."""

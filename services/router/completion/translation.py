@@ -13,9 +13,8 @@ from pydantic import ValidationError
 from kvferry.services.router.completion.engine_fields import ChatFields, EngineFields
 from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.http.body import ignored_names
 from kvferry.services.router.http.errors import wrong_field
-from kvferry.shared.errors import KvferryError
+from kvferry.shared.errors import InvalidRequest, KvferryError
 
 _SAME = {*EngineFields.model_fields, *ChatFields.model_fields, *StructuredField.model_fields}
 ErrorT = TypeVar("ErrorT", bound=KvferryError)
@@ -26,19 +25,24 @@ class Names:
     """What the fields of a chat request are called in the request that it was made from.
 
     Attributes:
-        messages: for each message, the field that it came from.
-        fields: regular expressions of the beginnings of chat fields' names, and their replacements.
+        messages, tools: for each message, or tool, the field that it came from.
+        fields: regular expressions of the beginnings of chat fields' names, and their replacements; those of
+            a tool's begin with a point.
     """
 
     messages: Sequence[str]
+    tools: Sequence[str]
     fields: Mapping[str, str]
 
     def name(self, param: str) -> str:
         """The client's name of a chat request's field."""
-        if (match := re.match(r"messages\[(\d+)\]", param)) is not None:
-            index = int(match.group(1))
-            if index < len(self.messages):
-                return self.messages[index] + param[match.end() :]
+        for kind, origins in (("messages", self.messages), ("tools", self.tools)):
+            match = re.match(rf"{kind}\[(\d+)\]", param)
+            if match is not None and (index := int(match.group(1))) < len(origins):
+                return origins[index] + self._renamed(param[match.end() :])
+        return self._renamed(param)
+
+    def _renamed(self, param: str) -> str:
         for pattern, theirs in self.fields.items():
             if re.match(rf"{pattern}(?![A-Za-z0-9_])", param):
                 return re.sub(rf"^{pattern}", theirs, param)
@@ -74,23 +78,16 @@ def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) ->
     given = {name: value for name, value in fields.items() if value is not None}
     whole = {**{name: getattr(body, name) for name in same}, **given}
     try:
-        return Translation(chat=ChatRequest.model_validate(whole), names=names)
+        chat = validated(whole)
+    except InvalidRequest as error:
+        raise names.told(error) from None
+    return Translation(chat=chat, names=names)
+
+
+def validated(fields: Mapping[str, Any]) -> ChatRequest:
+    """The chat request of these fields. Raises: InvalidRequest naming one."""
+    try:
+        return ChatRequest.model_validate(fields)
     except ValidationError as error:
         errors = [{**its, "loc": ("body", *its["loc"])} for its in error.errors()]
-        raise names.told(wrong_field(RequestValidationError(errors, body=whole))) from None
-
-
-def ignored_fields(body: EngineFields, names: Names, chat_ignores: Sequence[str]) -> list[str]:
-    """The client's fields that change nothing.
-
-    Args: chat_ignores: those of the chat request.
-    """
-    own = {
-        name for name in ignored_names(type(body)) & body.model_fields_set if getattr(body, name) is not None
-    }
-    return sorted(own | {names.name(name) for name in chat_ignores})
-
-
-def texts_of(content: Any, *, between: str = "") -> str:
-    """The text of a content: a string, or parts with texts."""
-    return content if isinstance(content, str) else between.join(part.text for part in content or ())
+        raise wrong_field(RequestValidationError(errors, body=fields)) from None

@@ -10,22 +10,22 @@ import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from kvferry.services.router.http.access import KeyFile, Scope
-from kvferry.services.router.http.errors import describe
+from kvferry.services.router.http.errors import UNKNOWN_FIELD, describe
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
 
 # ---- routes ----------------------------------------------------------------------------------------------
@@ -109,14 +109,19 @@ class KeyedRoute(APIRoute):
             if request.method == "POST":
                 body = await request.body()
                 read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
-                fields = read() if len(body) <= _SMALL_BYTES else await asyncio.to_thread(read)
+                fields, unknown = read() if len(body) <= _SMALL_BYTES else await asyncio.to_thread(read)
+                if unknown and request.app.state.services.config.strict_fields:
+                    raise InvalidRequest(
+                        f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
+                    )
+                request.state.record.ignored.update(unknown)
                 request = _JsonRequest(request, fields)
             return await handle(request)
 
         return checked
 
-    def _read(self, body: bytes, *, max_integers: int) -> Any:
-        """The body as the route's fields, which FastAPI takes as they are.
+    def _read(self, body: bytes, *, max_integers: int) -> tuple[Any, list[str]]:
+        """The body as the route's fields, which FastAPI takes as they are, and the names of unknown ones.
 
         Raises: InvalidRequest; RequestValidationError where a field is not of its type.
         """
@@ -126,7 +131,7 @@ class KeyedRoute(APIRoute):
         fields, errors = self.body_field.validate(data, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors, body=data)
-        return fields
+        return fields, list(dict.fromkeys(unknown_fields(fields)))
 
 
 class _JsonRequest(Request):
@@ -252,6 +257,40 @@ class StrictModel(BaseModel):
         return value
 
 
+class ClientModel(StrictModel):
+    """A part of a request of an API that others have too. Unknown fields are kept only to be named.
+
+    Attributes: echoed: fields of answers that clients send back; they change nothing and are not named.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    echoed: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def left_out(self) -> str:
+        """Its name, where the model does not get to know it; else empty."""
+        return ""
+
+
+def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
+    """The names of what changes nothing, at every depth of a body: fields that its models do not know
+    (`messages.opts`), but for those that are null and ask for nothing, and parts that are left out
+    (`tools.web_search`)."""
+    if isinstance(value, ClientModel) and value.left_out:
+        yield f"{path}{value.left_out}"
+    elif isinstance(value, BaseModel):
+        for name, given in (value.model_extra or {}).items():
+            if given is not None and not (isinstance(value, ClientModel) and name in value.echoed):
+                yield f"{path}{name}"
+        for name, field in type(value).model_fields.items():
+            if name in value.model_fields_set:
+                yield from unknown_fields(getattr(value, name), f"{path}{field.alias or name}.")
+    elif isinstance(value, list):
+        for item in value:
+            yield from unknown_fields(item, path)
+
+
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
     """A model's validator: at most one of these fields is given."""
 
@@ -325,13 +364,3 @@ class Unsupported:
         if value is not None and not asks:
             raise PydanticCustomError("unsupported", "is not supported by this server")
         return value
-
-
-IGNORED = "accepted and ignored"
-Ignored = Annotated[Any, Field(description=IGNORED)]
-"""A field that changes nothing about the answer here."""
-
-
-def ignored_names(model: type[BaseModel]) -> frozenset[str]:
-    """The fields of a model that are `Ignored`."""
-    return frozenset(name for name, field in model.model_fields.items() if field.description == IGNORED)

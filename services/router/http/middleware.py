@@ -1,7 +1,8 @@
 """Middleware around every request: its id, its log line, the limits on what a client may send, and its
 errors.
 
-    BoundedH11Protocol (head) ─► RequestMiddleware (id, log, errors) ─► LimitsMiddleware (sizes) ─► routes
+    BoundedH11Protocol (head) ─► PlainRequestMiddleware (path, method) ─► RequestMiddleware (id, log, errors)
+    ─► LimitsMiddleware (sizes) ─► routes
 
 Everything inside may raise errors of `shared.errors`; only here do they become HTTP answers. uvicorn's own
 protocol has no deadline for a request's head, and none for clients that read nothing.
@@ -16,7 +17,7 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 import h11
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -53,6 +55,9 @@ from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.telemetry import context_of, entry, fail
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
+_MAX_NAMES, _MAX_NAME = 64, 128
+_AS_GET = {"HEAD": "GET"}
 _CLIENT_LEFT = 499
 _QUEUE_FULL = "queue_full"
 REFUSED_S = 0.05
@@ -65,6 +70,26 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _DRAIN_BYTES = 64 << 20
 
 
+class PlainRequestMiddleware:
+    """Takes doubled slashes, and one at the end, out of paths: clients put a base URL before them. Answers
+    HEAD as GET, whose body the server leaves out, and OPTIONS with nothing, which allows a browser nothing.
+
+    Paths of DELETE stay: what an empty name would delete is not what was meant.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            await Response(status_code=204)(scope, receive, send)
+            return
+        if scope["type"] == "http" and scope["method"] != "DELETE":
+            path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
+            scope = {**scope, "path": path, "method": _AS_GET.get(scope["method"], scope["method"])}
+        await self._app(scope, receive, send)
+
+
 @dataclass
 class RequestRecord:
     """What the log line will say of a request; handlers add to `fields`.
@@ -72,6 +97,7 @@ class RequestRecord:
     Attributes:
         arrival_s: on the clock of `time.perf_counter`.
         send: the server's own, for what follows an answer's head.
+        ignored: names of the request's fields that change nothing here; they are in the answer's head.
         error: what ended the request, where an answer had begun already or the client had left.
     """
 
@@ -80,6 +106,7 @@ class RequestRecord:
     metrics: RouterMetrics
     send: Send
     fields: dict[str, Any] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
     error: KvferryError | None = None
     status: int = 0
 
@@ -115,6 +142,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
+                if record.ignored:
+                    headers["x-ignored-fields"] = _listed(record.ignored)
                 if self._drain.has_begun:
                     headers["connection"] = "close"
                 record.status = message["status"]
@@ -170,6 +199,12 @@ class RequestMiddleware:
         )
 
 
+def _listed(names: set[str]) -> str:
+    """Names that clients may have made up, as a header can have them."""
+    shown = [_NOT_IN_NAMES.sub("?", name)[:_MAX_NAME] for name in sorted(names)[:_MAX_NAMES]]
+    return ", ".join([*shown, *(["..."] if len(names) > _MAX_NAMES else [])])
+
+
 def _shown_param(error: KvferryError) -> str | None:
     """The request's field for the log: its first name alone, because those below may be the client's."""
     if error.param is None or error.reason == UNKNOWN_FIELD:
@@ -189,6 +224,7 @@ class LimitsMiddleware:
     Args:
         owner: the caller by a request's headers; raises where they have no accepted key.
         limits: of keys; None where there are none.
+        origins: of other sites, whose pages may use the API; "*" is any.
 
     Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
         where the client left; CapacityExceeded where a queue has just refused the caller.
@@ -200,11 +236,13 @@ class LimitsMiddleware:
         *,
         owner: Callable[[Headers], str],
         limits: KeyLimits | None,
+        origins: Collection[str],
         max_header_bytes: int,
         max_body_bytes: int,
         read_timeout_s: float,
     ) -> None:
         self._app = app
+        self._origins = origins
         self._owner = owner
         self._limits = limits
         self._refusals = RecentRefusals()
@@ -219,7 +257,7 @@ class LimitsMiddleware:
         self._check_head(scope)
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            _refuse_other_sites(headers)
+            _refuse_other_sites(headers, self._origins)
         if scope["method"] != "POST":
             await self._handle(scope, headers, receive, send)
             return
@@ -322,9 +360,11 @@ class RecentRefusals:
             raise
 
 
-def _refuse_other_sites(headers: Headers) -> None:
+def _refuse_other_sites(headers: Headers, allowed: Collection[str]) -> None:
     """A page of another site can make a browser send a POST without asking this server first. Programs send
-    neither header."""
+    neither header. Args: allowed: origins whose pages may."""
+    if "*" in allowed or headers.get("origin") in allowed:
+        return
     origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
     if site in ("cross-site", "same-site") or (origin and urlsplit(origin).netloc != headers.get("host", "")):
         raise PermissionDenied(f"The request comes from a page of another site: {(origin or site)[:200]}")

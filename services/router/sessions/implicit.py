@@ -8,6 +8,7 @@ to. It holds token ids, no KV, and calls no workers.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from kvferry.shared.control.messages import IMPLICIT_PREFIX, SessionKey
 from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
 
+_SALTED = "+"
 _MAX_RECORDS = 1024
 """Over all keys; the token ids of each are in this process's memory."""
 
@@ -49,6 +51,7 @@ class ImplicitTurn:
             ships what decode lacks: that of the prompt which it continues, else its own, whose rows are the
             first to be evicted. None for a prompt that is stored already.
         decode_addresses: where the rows are that decode retains.
+        keep_s: as the caller of `begin` wants it.
     """
 
     key: SessionKey
@@ -59,6 +62,7 @@ class ImplicitTurn:
     prefill_addresses: tuple[str, ...] = ()
     retained_as: SessionKey | None = None
     decode_addresses: tuple[str, ...] = ()
+    keep_s: float | None = None
 
     def is_worth_storing(self, reused_tokens: int) -> bool:
         """Whether storing the prompt makes tokens reusable that a later prompt would find: a block of new
@@ -87,20 +91,32 @@ class ImplicitSessions:
         self._clock = clock
         self._records: OrderedDict[SessionKey, ImplicitRecord] = OrderedDict()
 
-    def begin(self, owner: str, token_ids: tuple[int, ...]) -> ImplicitTurn | None:
-        """The turn of a prompt without a session; None where it is too short to be found again."""
+    def begin(
+        self, owner: str, token_ids: tuple[int, ...], *, keep_s: float | None = None
+    ) -> ImplicitTurn | None:
+        """The turn of a prompt without a session; None where it is too short to be found again.
+
+        Args:
+            owner: see `salted_owner`.
+            keep_s: how long it stays if nothing reuses it; None: `ttl_s`.
+        """
         if not self._max_per_key or len(token_ids) < BLOCK_TOKENS:
             return None
         key = SessionKey(owner=owner, session_id=f"{IMPLICIT_PREFIX}{secrets.token_hex(8)}")
         shared, former = max(
-            ((common_prefix(self._records[its].token_ids, token_ids), its) for its in self._owned(owner)),
+            (
+                (common_prefix(self._records[its].token_ids, token_ids), its)
+                for its in self._records
+                if its.owner == owner
+            ),
             key=lambda found: found[0],
             default=(0, key),
         )
         if shared < BLOCK_TOKENS:
-            return ImplicitTurn(key=key, token_ids=token_ids, retained_as=_rows_of(key))
+            return ImplicitTurn(key=key, token_ids=token_ids, retained_as=_rows_of(key), keep_s=keep_s)
         record = self._records.pop(former)
-        self._records[former] = replace(record, expires_at_s=self._clock() + self._ttl_s)
+        until_s = max(record.expires_at_s, self._clock() + self._ttl_s)
+        self._records[former] = replace(record, expires_at_s=until_s)
         extends_former = shared == len(record.token_ids)
         is_continued = extends_former and shared < len(token_ids)
         retained_as = None if shared == len(token_ids) else _rows_of(key)
@@ -113,6 +129,7 @@ class ImplicitSessions:
             prefill_addresses=(record.prefill_address,),
             retained_as=record.retained_as if is_continued else retained_as,
             decode_addresses=(record.decode_address,) if is_continued else (),
+            keep_s=keep_s,
         )
 
     def add(
@@ -126,7 +143,7 @@ class ImplicitSessions:
             prefill_address=prefill_address,
             decode_address=decode_address,
             retained_as=turn.retained_as or _rows_of(turn.key),
-            expires_at_s=self._clock() + self._ttl_s,
+            expires_at_s=self._clock() + (self._ttl_s if turn.keep_s is None else turn.keep_s),
         )
         owned = [key for key in self._owned(turn.key.owner) if key not in dropped]
         dropped += owned[: max(0, len(owned) - self._max_per_key)]
@@ -140,13 +157,28 @@ class ImplicitSessions:
         stale = [key for key, record in self._records.items() if record.expires_at_s <= now_s]
         return [(key, self._records.pop(key).prefill_address) for key in stale]
 
+    def remove_former(self, turn: ImplicitTurn) -> list[SessionKey]:
+        """Remove the prompt that the turn's continues; returns under which keys workers have its KV."""
+        if turn.former is None or not turn.extends_former:
+            return []
+        record = self._records.pop(turn.former, None)
+        return [] if record is None else [turn.former, record.retained_as]
+
     def remove_owner(self, owner: str) -> list[SessionKey]:
         """Remove all prompts of an owner; returns under which keys workers have their KV."""
         removed = [(key, self._records.pop(key)) for key in tuple(self._owned(owner))]
         return [each for key, record in removed for each in (key, record.retained_as)]
 
     def _owned(self, owner: str) -> Iterator[SessionKey]:
-        return (key for key in self._records if key.owner == owner)
+        """Those of an API key with every salt."""
+        owner = owner.partition(_SALTED)[0]
+        return (key for key in self._records if key.owner.partition(_SALTED)[0] == owner)
+
+
+def salted_owner(owner: str, salt: str) -> str:
+    """The owner under which a prompt's KV is stored and found: one API key's prompts of a salt. Those without
+    a salt are the key's own, and find its sessions, too."""
+    return f"{owner}{_SALTED}{hashlib.sha256(salt.encode()).hexdigest()}"
 
 
 def _rows_of(key: SessionKey) -> SessionKey:

@@ -223,6 +223,10 @@ class Shipper:
 
     def ship(self, request, ticket, **changes):
         """Blocking; returns the first token."""
+        if ticket.plan is not None:  # which may be for a shorter answer than the request's limit
+            limit = ticket.plan.max_new_tokens
+            sampling = dataclasses.replace(request.sampling, max_tokens=limit)
+            request = dataclasses.replace(request, sampling=sampling)
         cache = PromptCache(self.model, request)
         transfer = self.open(request, ticket, measured=cache.measured, **changes)
         self.send(transfer, cache)

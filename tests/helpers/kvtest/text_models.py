@@ -6,7 +6,7 @@ The demo model's tokenizer has only words. These have a byte-level vocabulary, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +78,15 @@ class Person(pydantic.BaseModel):
     age: Literal[36, 41]
 
 
-def byte_level_tokenizer(vocab_size: int = 420, added: tuple[str, ...] = ()) -> Tokenizer:
+def text_tokenizer() -> Tokenizer:
+    """A byte-level BPE that knows words, for prompts as long as agents' are."""
+    files = (Path(__file__).parents[3] / "docs").glob("*.md")
+    return byte_level_tokenizer(4096, corpus=sorted(file.read_text(encoding="utf-8") for file in files))
+
+
+def byte_level_tokenizer(
+    vocab_size: int = 420, added: tuple[str, ...] = (), corpus: Sequence[str] = _CORPUS
+) -> Tokenizer:
     """A byte-level BPE; `added` are tokens that are not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,7 +94,7 @@ def byte_level_tokenizer(vocab_size: int = 420, added: tuple[str, ...] = ()) -> 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    tokenizer.train_from_iterator(_CORPUS * 4, trainer)
+    tokenizer.train_from_iterator([*corpus] * 4, trainer)
     tokenizer.add_special_tokens(list(_SPECIAL))
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     return tokenizer

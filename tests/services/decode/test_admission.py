@@ -23,7 +23,7 @@ from kvferry.shared.errors import (
         ({"prompt": range(5, 45), "max_tokens": 561}, ContextLengthExceeded, "40 tokens.*561.*600"),
         ({"prompt": []}, InvalidRequest, "first_index|prompt"),
         ({"prompt": [50]}, InvalidRequest, "token ids are 0 to 49"),
-        ({"prompt": [1] * 500, "max_tokens": 90}, InvalidRequest, "needs 150784 bytes.*arena has 100032"),
+        ({"prompt": [1] * 500, "max_tokens": 90}, InvalidRequest, "needs .* bytes.*arena has 100032"),
     ],
     ids=["context", "empty", "vocabulary", "arena"],
 )
@@ -31,6 +31,15 @@ async def test_requests_that_can_never_be_served_are_refused(harness, request_of
     made = await harness(arena_bytes=100_032)
     with pytest.raises(error, match=message):
         await made.run(request_of(**change))
+    assert await made.arena_is_free()
+
+
+async def test_an_answer_is_no_longer_than_the_whole_arena_has_room_for(harness, request_of):
+    """As with the context: a limit is a ceiling."""
+    made = await harness(arena_bytes=100_032)
+    lengths = [len(await made.tokens(request_of([1] * 300, max_tokens=number))) for number in (10, 250, 299)]
+    assert lengths[0] == 10
+    assert 10 < lengths[1] == lengths[2] < 250
     assert await made.arena_is_free()
 
 

@@ -10,7 +10,6 @@ from kvtest.decode import MIXED, oracle_ids, serialise_prefill
 
 from kvferry.services.decode import memory
 from kvferry.shared.control.messages import GenerationFinished, HistoryReturned
-from kvferry.shared.errors import InvalidRequest
 
 
 @pytest.fixture
@@ -52,13 +51,6 @@ async def test_a_sequence_reserves_what_is_expected_and_not_its_longest_answer(
     _, ticket = await ticket_of(made.service, request_of(max_tokens=500))
     row_bytes = 2 * 2 * 2 * 8 * 4
     assert ticket.reserved_bytes == (40 + 199) * row_bytes
-
-
-async def test_an_answer_that_could_never_fit_is_refused_before_its_prompt_is_sent(harness, request_of):
-    made = await harness(arena_bytes=100_032)
-    with pytest.raises(InvalidRequest, match=r"needs 103680 bytes.*arena has 100032") as caught:
-        await made.run(request_of([1] * 6, max_tokens=400))
-    assert caught.value.reason == "too_large"
 
 
 async def test_the_oldest_goes_on_while_the_youngest_waits_on_the_host(

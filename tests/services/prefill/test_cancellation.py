@@ -296,7 +296,7 @@ def with_layer(plan: ResolvedPlan, **changes: object) -> ResolvedPlan:
         ),
         (
             lambda plan: dataclasses.replace(plan, max_new_tokens=9),
-            "the ticket's plan has max_new_tokens 9; the request has 8",
+            "the ticket's plan has max_new_tokens 9; 1 to 8 are allowed",
         ),
         (lambda plan: dataclasses.replace(plan, layers=plan.layers[1:]), "number of layers 3"),
         (lambda plan: with_layer(plan, rows=4), "4 rows in layer 0; 1 to 3 are allowed"),

@@ -124,10 +124,15 @@ async def test_stop_string_cuts_the_text_before_it(stack: Any, stream: bool) -> 
     assert reason == "stop"
 
 
-async def test_chat_absent_max_tokens_is_bounded_by_the_option(start_stack: Any) -> None:
-    stack = await start_stack(default_max_tokens=3)
-    answer = await chat(stack)
-    assert answer.usage.completion_tokens == 3
+async def test_a_limit_is_a_ceiling_and_without_one_the_context_is(stack: Any) -> None:
+    """Of the demo model, whose context has 512 tokens here."""
+    room = 512 - (await chat(stack, max_tokens=1)).usage.prompt_tokens
+    for limit in ({}, {"max_tokens": 65_535}, {"max_completion_tokens": 10**9}, {"max_tokens": room}):
+        answer = await chat(stack, **limit, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == room
+        assert answer.choices[0].finish_reason == "length"
+        is_smaller = limit and limit != {"max_tokens": room}
+        assert answer.kv.get("max_tokens") == (room if is_smaller else None)
 
 
 async def test_max_completion_tokens_is_taken(stack: Any) -> None:

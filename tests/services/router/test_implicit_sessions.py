@@ -231,3 +231,54 @@ def test_unused_prompts_expire() -> None:
     assert sessions.remove_stale() == [(turns[1].key, "p")]  # type: ignore[union-attr]
     clock.turn(59.0)
     assert sessions.remove_stale() == [(turns[0].key, "p")]  # type: ignore[union-attr]
+
+
+async def test_a_hint_says_how_long_a_prompt_stays(stack: Any) -> None:
+    implicit, clock = stack.services.implicit, stack.services.clock
+    hints = [
+        ({"agent_hint": {"cache_control": {"type": "ephemeral", "ttl": 300}}}, 300),
+        ({"agent_hint": {"cache_control": {"ttl": "5m"}}}, 300),
+        ({"nvext": {"cache_control": {"ttl": "1h"}}}, 3600),
+        ({"agent_hint": {"cache_control": {"ttl": 1e9}}}, 30 * 86400),
+        ({"agent_hint": {"session_id": "s"}}, 600),
+    ]
+    for number, (hint, kept_s) in enumerate(hints):
+        await ask(stack, f"{number} " * 40, extra_body=hint)
+        *_, record = implicit._records.values()
+        assert kept_s - 120 < record.expires_at_s - clock() <= kept_s
+    for ttl in ("soon", -1, "5 m"):
+        answer = await stack.http.post(
+            "/v1/completions",
+            json={"model": "demo", "prompt": "a", "agent_hint": {"cache_control": {"ttl": ttl}}},
+        )
+        assert answer.json()["error"]["param"] == "agent_hint.cache_control.ttl"
+
+
+def test_a_prompt_is_kept_as_long_as_its_turn_wants() -> None:
+    clock = Clock()
+    it = table(clock=clock)
+    for keep_s, at_s, is_gone in ((None, 61, True), (300.0, 299, False), (300.0, 301, True), (1.0, 2, True)):
+        turn = it.begin("k", prompt(0), keep_s=keep_s)
+        assert turn is not None
+        it.add(turn, **AT_P)
+        clock.turn(at_s)
+        gone = [key for key, _ in it.remove_stale()]
+        assert (turn.key in gone) is is_gone
+        clock.turn(1000)
+        it.remove_stale()
+
+
+async def test_a_conversation_that_is_over_leaves_nothing(stack: Any) -> None:
+    evict = {"agent_hint": {"context_management": {"edits": [{"type": "evict"}]}}}
+    await ask(stack, LONG)
+    assert len(stack.prefill[0].history) == 1
+    last = await ask(stack, LONGER, extra_body=evict)
+    assert cached(last) > 0
+    await eventually(lambda: not stack.prefill[0].history)
+    assert cached(await ask(stack, LONGER)) == 0
+
+
+async def test_a_hinted_priority_is_the_other_way_round(stack: Any) -> None:
+    for given, used in (({"nvext": {"agent_hints": {"priority": 5}}}, -5), ({"priority": 3}, 3), ({}, 0)):
+        await ask(stack, OTHER, extra_body=given)
+        assert stack.prefill[0].requests[-1].priority == used

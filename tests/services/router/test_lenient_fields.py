@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from typing import Any
 
 import openai
 import pytest
-from openai.types import chat as openai_chat
-from openai.types import completion_create_params as text_params
-from openai.types import shared_params
-from openai.types.chat import completion_create_params
-
-from kvferry.services.router.completion import tools
-from kvferry.services.router.completion.requests import (
-    ChatRequest,
-    Message,
-    StreamOptions,
-    TextPart,
-    TextRequest,
-)
-from kvferry.services.router.completion.structured import JsonSchema, ResponseFormat
 
 WORDS: Any = [{"role": "user", "content": "the red castle ."}]
 
@@ -36,68 +21,15 @@ async def text(stack: Any, prompt: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "theirs"),
-    [
-        (ChatRequest, completion_create_params.CompletionCreateParamsNonStreaming),
-        (ChatRequest, completion_create_params.CompletionCreateParamsStreaming),
-        (TextRequest, text_params.CompletionCreateParamsNonStreaming),
-        (TextRequest, text_params.CompletionCreateParamsStreaming),
-        *((Message, its) for its in typing.get_args(openai_chat.ChatCompletionMessageParam)),
-        (TextPart, openai_chat.ChatCompletionContentPartTextParam),
-        (StreamOptions, openai_chat.ChatCompletionStreamOptionsParam),
-        (tools.Tool, openai_chat.ChatCompletionFunctionToolParam),
-        (tools.Function, shared_params.FunctionDefinition),
-        (tools.NamedTool, openai_chat.ChatCompletionNamedToolChoiceParam),
-        (tools.NamedFunction, openai_chat.chat_completion_named_tool_choice_param.Function),
-        (tools.ToolCall, openai_chat.ChatCompletionMessageFunctionToolCallParam),
-        (tools.CalledFunction, openai_chat.chat_completion_message_function_tool_call_param.Function),
-        (ResponseFormat, shared_params.ResponseFormatText),
-        (ResponseFormat, shared_params.ResponseFormatJSONObject),
-        (ResponseFormat, shared_params.ResponseFormatJSONSchema),
-        (JsonSchema, shared_params.response_format_json_schema.JSONSchema),
-    ],
-)
-def test_every_field_of_the_installed_client_is_decided_on(model: Any, theirs: Any) -> None:
-    """A name that is missing here is new in the client: support it, or add it to `other_fields.py`."""
-    known = {field.alias or name for name, field in model.model_fields.items()}
-    assert set(typing.get_type_hints(theirs)) - known == set()
-
-
-def test_the_unions_of_the_installed_client_have_the_members_that_are_decided_on() -> None:
-    """A member that is missing here is new in the client: support it, or refuse it by its type's name."""
-
-    def types_of(union: Any, field: str = "type") -> set[str]:
-        members = (typing.get_type_hints(its) for its in typing.get_args(union) if its is not str)
-        return {name for its in members for name in typing.get_args(its[field])}
-
-    assert types_of(openai_chat.ChatCompletionMessageParam, "role") == {
-        "developer", "system", "user", "assistant", "tool", "function",
-    }  # fmt: skip
-    assert types_of(openai_chat.ChatCompletionToolUnionParam) == {"function", "custom"}
-    assert types_of(openai_chat.ChatCompletionMessageToolCallUnionParam) == {"function", "custom"}
-    assert types_of(openai_chat.ChatCompletionContentPartParam) == {
-        "text", "image_url", "input_audio", "file",
-    }  # fmt: skip
-    assert types_of(completion_create_params.ResponseFormat) == set(
-        typing.get_args(ResponseFormat.model_fields["type"].annotation)
-    )
-    choices = typing.get_args(openai_chat.ChatCompletionToolChoiceOptionParam)
-    names = {
-        name for its in choices if typing.get_origin(its) is typing.Literal for name in typing.get_args(its)
-    }
-    assert names == {"none", "auto", "required"}
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages[0].content",
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tool_choice"),
     ],
 )
 async def test_members_that_are_not_supported_are_refused_by_name(
@@ -108,27 +40,88 @@ async def test_members_that_are_not_supported_are_refused_by_name(
     assert (refused.value.body or {})["param"].startswith(param)  # type: ignore[index]
 
 
-async def test_fields_that_change_nothing_are_named_in_a_header(stack: Any) -> None:
+NAMED: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            **{"user": "u", "metadata": {"a": "b"}, "store": True, "prompt_cache_key": "k"},
+            **{"rid": "r", "length_penalty": 1.0, "stream_interval": 4, "chat_id": 5},
+        },
+        "chat_id, length_penalty, metadata, prompt_cache_key, rid, store, stream_interval, user",
+    ),
+    (
+        {"messages": [{**WORDS[0], "id": 1947269257, "opts": {"visible": False}}]},
+        "messages.id, messages.opts",
+    ),
+    ({"messages": [{**WORDS[0], "cache_control": {"type": "ephemeral"}}]}, "messages.cache_control"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": WORDS[0]["content"], "x": 1}]}]},
+        "messages.content.x",
+    ),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    (
+        {"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "f"}}]},
+        "tools.custom, tools.web_search",
+    ),
+    ({"response_format": {"type": "text", "strict": True}}, "response_format.strict"),
+    ({"stop": None, "unknown": None}, ""),
+    ({"na\u00efve\r\nx-other: 1": 1}, "na?ve??x-other:?1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "names"), NAMED)
+async def test_fields_that_change_nothing_are_named_in_a_header(
+    stack: Any, fields: dict[str, Any], names: str
+) -> None:
+    body = {"model": "demo", "messages": WORDS, "temperature": 0, "max_tokens": 6}
+    plain = (await stack.http.post("/v1/chat/completions", json=body)).json()["choices"]
+    for stream in (False, True):
+        given = {**body, "stream": stream, **fields}
+        answer = await stack.http.post("/v1/chat/completions", json=given)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-ignored-fields", "") == (names or "")
+        if not stream:
+            assert answer.json()["choices"] == plain
+
+
+async def test_developers_of_clients_may_have_them_refused(start_stack: Any) -> None:
+    stack = await start_stack(strict_fields=True)
+    for fields, names in NAMED:
+        answer = await stack.http.post(
+            "/v1/chat/completions", json={"model": "demo", "messages": WORDS, "max_tokens": 1, **fields}
+        )
+        is_unknown = bool(names) and not names.startswith("chat_template_kwargs")
+        assert answer.status_code == (400 if is_unknown else 200)
+        if is_unknown:
+            assert answer.json()["error"]["message"].startswith("Unknown field")
+
+
+async def test_an_error_names_what_was_ignored_before_it(stack: Any) -> None:
+    body = {"model": "demo", "messages": [{"role": "wizard", "content": "a"}], "chat_id": 1}
+    answer = await stack.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["x-ignored-fields"]) == (400, "chat_id")
+
+
+async def test_a_header_of_other_programs_is_no_session(stack: Any) -> None:
     plain = await chat(stack)
-    given: dict[str, Any] = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "prompt_cache_key": "k",
-        "extra_body": {"cache_salt": "s", "rid": "r", "length_penalty": 1.0, "stream_interval": 4},
-    }
-    raw = await stack.client.chat.completions.with_raw_response.create(
-        model="demo", messages=WORDS, temperature=0, max_tokens=6, **given
-    )
-    named = "cache_salt, length_penalty, metadata, prompt_cache_key, rid, store, stream_interval, user"
-    assert raw.headers["x-ignored-fields"] == named
-    assert raw.parse().choices == plain.choices
-    async with stack.client.chat.completions.with_streaming_response.create(
-        model="demo", messages=WORDS, max_tokens=6, stream=True, user="u", metadata=None
-    ) as stream:
-        assert stream.headers["x-ignored-fields"] == "user"
-    raw = await stack.client.chat.completions.with_raw_response.create(model="demo", messages=WORDS)
-    assert "x-ignored-fields" not in raw.headers
+    for value in ("ses_1", "a/b", ""):
+        for n in (1, 2):
+            answer = await chat(stack, n=n, extra_headers={"X-Session-ID": value, "X-Session-Affinity": "x"})
+            assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert (await stack.http.get("/v1/sessions")).json()["data"] == []
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+async def test_prompts_of_different_salts_share_no_kv(stack: Any, name: str) -> None:
+    async def owner(**salt: str) -> str:
+        await chat(stack, messages=[{"role": "user", "content": "the red castle . " * 20}], extra_body=salt)
+        session = stack.prefill[0].requests[-1].session
+        assert session is not None
+        assert session.is_implicit
+        return str(session.owner)
+
+    assert await owner() == await owner()
+    assert await owner(**{name: "a"}) == await owner(**{name: "a"})
+    assert len({await owner(), await owner(**{name: "a"}), await owner(**{name: "b"})}) == 3
 
 
 async def test_values_that_mean_off_are_off(stack: Any) -> None:

@@ -56,8 +56,6 @@ BAD_FIELDS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(max_tokens=True), "max_tokens"),
     (chat(max_completion_tokens=0), "max_completion_tokens"),
     (chat(max_tokens=3, max_completion_tokens=4), "max_completion_tokens"),
-    (chat(max_tokens=10**9), "max_tokens"),
-    (chat(max_completion_tokens=10**9), "max_completion_tokens"),
     (chat(stop=["a"] * 65), "stop"),
     (chat(stop=["a" * 257]), "stop[0]"),
     (chat(stop=5), "stop"),
@@ -72,9 +70,7 @@ BAD_FIELDS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(stream="yes"), "stream"),
     (chat(stream_options={"include_usage": True}), "stream_options"),
     (chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
-    (chat(stream=True, stream_options={"foo": 1}), "stream_options.foo"),
     (chat(model=5), "model"),
-    (chat(foo=1), "foo"),
     (chat(use_beam_search=True), "use_beam_search"),
     (chat(bad_words=["a"]), "bad_words"),
     (chat(skip_special_tokens=False), "skip_special_tokens"),
@@ -101,16 +97,19 @@ BAD_FIELDS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (message(role="wizard"), "messages[0].role"),
     (message(content=None), "messages[0].content"),
     (message(content=5), "messages[0].content"),
-    (message(content=[]), "messages[0].content"),
-    (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
-    (message(content=[{"type": "text"}]), "messages[0].content[0].text"),
+    (message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content"),
+    (message(content=[{"type": "text"}]), "messages[0].content"),
+    (message(content=[{"text": "hello"}]), "messages[0].content[0].type"),
     (message(tool_calls=[{}]), "messages[0].tool_calls[0].function"),
     (
         message(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
         "messages[0].tool_calls",
     ),
-    (message(role="assistant", refusal="no"), "messages[0].refusal"),
-    (message(foo=1), "messages[0].foo"),
+    (message(role="assistant", refusal=5), "messages[0].refusal"),
+    (chat(continue_final_message=True), "continue_final_message"),
+    (chat(cache_salt="a", session_id="s"), "cache_salt"),
+    (chat(extra_key="a", session_id="s"), "extra_key"),
+    (chat(cache_salt=""), "cache_salt"),
     (chat(messages=[*HELLO, {"role": "x", "content": "y"}]), "messages[1].role"),
     (chat(session_id=""), "session_id"),
     (chat(session_id="a b"), "session_id"),
@@ -159,7 +158,6 @@ BAD_FIELDS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (text(suffix="end"), "suffix"),
     (text(max_completion_tokens=5), "max_completion_tokens"),
     (text(messages=HELLO), "messages"),
-    (text(max_tokens=10**9), "max_tokens"),
 ]
 
 BAD_BODIES: list[tuple[bytes, str]] = [
@@ -259,23 +257,12 @@ async def test_prompt_beyond_the_context_names_the_prompt(base_url: str) -> None
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
-async def test_max_tokens_beyond_the_context_states_both_numbers_and_the_limit(base_url: str) -> None:
-    path, body = text(prompt=[100] * 7, max_tokens=999_999)
-    error = assert_openai_error(await post(base_url, path, json=body), 400)
-    assert error["code"] == "context_length_exceeded"
-    assert "999999" in error["message"]
-    assert " 7 tokens" in error["message"]
-    async with httpx.AsyncClient(base_url=base_url, trust_env=False, verify=False) as client:
-        limit = (await client.get("/v1/models/demo")).json()["max_model_len"]
-    assert str(limit) in error["message"]
-
-
 @pytest.mark.parametrize("value", ["a b", "..", "", "x" * 129, "ä"])
 async def test_malformed_session_header_is_refused(base_url: str, value: str) -> None:
     path, body = chat()
-    headers = {"X-Session-ID": value.encode("latin-1")}
+    headers = {"X-Kvferry-Session-ID": value.encode("latin-1")}
     error = assert_openai_error(await post(base_url, path, json=body, headers=headers), 400)
-    assert error["param"] == "X-Session-ID"
+    assert error["param"] == "X-Kvferry-Session-ID"
 
 
 @pytest.mark.parametrize(

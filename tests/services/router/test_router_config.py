@@ -32,9 +32,8 @@ def test_defaults_are_those_of_the_specification() -> None:
     config = RouterConfig()
     assert config.listen == "127.0.0.1:8000"
     assert config.default_method == "rdkv"
-    assert config.default_max_tokens == 512
     assert config.session_wait_s < config.keepalive_s  # so that a busy session is a 409
-    assert config.keepalive_s == 15
+    assert config.keepalive_s == 30
     assert config.max_body_bytes == 8 * 2**20
     assert config.max_header_bytes == 64 * 2**10
     assert config.read_timeout_s == 30
@@ -55,7 +54,7 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         {"listen": "host:99999"},
         {"prefill_workers": "a:1,b"},
         {"session_ttl_s": 0},
-        {"default_max_tokens": 0},
+        {"keepalive_s": 0},
         {"metrics_access": "maybe"},
         {"unknown": 1},
     ],

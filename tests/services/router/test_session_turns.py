@@ -94,9 +94,9 @@ async def test_session_object_describes_the_turns(stack: Any) -> None:
 
 
 async def test_session_id_of_the_body_comes_before_the_header(stack: Any) -> None:
-    await say(stack, FIRST, session_id="body", extra_headers={"X-Session-ID": "header"})
+    await say(stack, FIRST, session_id="body", extra_headers={"X-Kvferry-Session-ID": "header"})
     await stack.client.chat.completions.create(
-        model="demo", messages=[FIRST], max_tokens=2, extra_headers={"X-Session-ID": "header-only"}
+        model="demo", messages=[FIRST], max_tokens=2, extra_headers={"X-Kvferry-Session-ID": "header-only"}
     )
     await eventually(lambda: len(stack.prefill[0].history) == 2)
     response = await stack.http.get("/v1/sessions", headers={"Authorization": "Bearer key-a"})

@@ -35,6 +35,9 @@ BODY: dict[str, Any] = {
 }
 
 
+KEEP_ALIVE = "(an empty line)"
+
+
 def events_of(text: str) -> list[str]:
     return [block for block in text.split("\n\n") if block]
 
@@ -48,10 +51,10 @@ async def events_around_silence(
     body = {**BODY, "stream": True, **fields}
     async with stack.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line:
-                events.append(line)
-            if events.count(": keep-alive") == num_silent:
+        async for piece in response.aiter_raw():
+            text = piece.decode()
+            events += [KEEP_ALIVE] * text.startswith("\n") + events_of(text.lstrip("\n"))
+            if events.count(KEEP_ALIVE) == num_silent:
                 waits.set()
     return events
 
@@ -237,7 +240,7 @@ async def test_full_worker_is_passed_over_for_another(start_stack: Any) -> None:
 async def test_slow_prefill_is_bridged_by_keep_alives(start_stack: Any) -> None:
     stack = await start_stack(keepalive_s=0.05)
     events = await events_around_silence(stack, stack.script.may_prefill, 2, max_tokens=2)
-    assert events[:2] == [": keep-alive"] * 2
+    assert events[:2] == [KEEP_ALIVE] * 2
     assert events[-1] == "data: [DONE]"
 
 
@@ -254,7 +257,7 @@ async def test_slow_tokens_are_bridged_by_keep_alives(start_stack: Any) -> None:
     stack.script.token_delay_s = 0.0
     events = await events_around_silence(stack, stack.script.may_decode, 2, max_tokens=3)
     contents = [at for at, event in enumerate(events) if '"content"' in event]
-    assert ": keep-alive" in events[contents[1] : contents[-1]]
+    assert KEEP_ALIVE in events[contents[1] : contents[-1]]
     assert events[-1] == "data: [DONE]"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.checkpoint import read_eos_token_ids
 from kvferry.shared.model.generation_config import sampling_defaults
 
 
@@ -48,3 +49,10 @@ def test_wrong_values_are_named(tmp_path: Path, content: object, message: str) -
     with pytest.raises(ConfigurationError, match=message):
         sampling_defaults("auto", write(tmp_path, content))
     assert sampling_defaults("none", tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", '{"eos_token_id": "two"}', '{"eos_token_id": [1, null]}'])
+def test_ids_that_end_a_completion_are_read_from_an_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json"):
+        read_eos_token_ids(tmp_path)

@@ -13,7 +13,7 @@ from kvtest import tiny_models
 from safetensors.torch import load_file, save_file
 
 from kvferry.models import DEMO_MODEL
-from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.errors import ConfigurationError, UnsupportedModel
 from kvferry.shared.model import checkpoint, loading
 from kvferry.shared.model.checkpoint import model_fingerprint
 from kvferry.shared.model.loading import load_model
@@ -66,6 +66,30 @@ def test_a_yarn_models_window_may_be_its_stretched_one(tiny_model_dir: TinyModel
     assert load_model(folder, device="cpu", max_model_len=2048).spec.max_model_len == 2048
     with pytest.raises(ConfigurationError, match=r"1\.\.2048, or 0 for 512"):
         load_model(folder, device="cpu", max_model_len=2049)
+
+
+def test_a_window_with_linear_positions_may_be_stretched(
+    tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model_dir("llama"), tmp_path / "linear"))
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    change_config(folder, max_position_embeddings=512, rope_parameters=rope)
+    assert load_model(folder, device="cpu").spec.max_model_len == 512
+    assert load_model(folder, device="cpu", max_model_len=2048).spec.max_model_len == 2048
+    with pytest.raises(ConfigurationError, match=r"1\.\.2048, or 0 for 512"):
+        load_model(folder, device="cpu", max_model_len=2049)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rope_scaling": 1}, {"rope_parameters": "linear"}, {"num_hidden_layers": "two"}]
+)
+def test_a_broken_configuration_is_said_to_be(
+    tiny_model_dir: TinyModelDir, tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = Path(shutil.copytree(tiny_model_dir("llama"), tmp_path / "broken"))
+    change_config(folder, **change)
+    with pytest.raises((ConfigurationError, UnsupportedModel)):
+        load_model(folder, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,11 @@ def test_a_role_that_the_template_names_but_rejects_is_an_invalid_request(
 
 @pytest.mark.parametrize(
     ("roles", "at"),
-    [(["system"], 0), (["user", "user"], 1), (["user", "assistant", "user", "user", "user"], 3)],
+    [
+        (["system"], 0),
+        (["assistant", "user"], 0),
+        (["user", "assistant", "user", "assistant", "assistant"], 4),
+    ],
 )
 def test_the_message_that_breaks_the_order_of_roles_is_named(
     fallback_tokenizer: ChatTokenizer, roles: list[str], at: int

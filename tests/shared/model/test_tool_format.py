@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvtest.text_models import CHATML, HERMES, LLAMA, MISTRAL, THINKING, byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from kvferry.shared.errors import InvalidRequest, UnsupportedModel
 from kvferry.shared.model.answer import AnswerParser
 from kvferry.shared.model.calls import CallForm, CallPiece, CallReader
 from kvferry.shared.model.tokenizer import ChatTokenizer, TemplateInputs
@@ -221,3 +222,98 @@ def test_special_tokens_of_a_text_are_found():
     tokenizer = tokenizer_of(MISTRAL)
     (marker,) = tokenizer.encode("[TOOL_CALLS]")
     assert tokenizer.special_parts("a[TOOL_CALLS]b") == ["a", marker, "b"]
+
+
+def test_contents_are_given_as_the_template_reads_them():
+    parts = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'tool' %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %};{% endfor %}{# 'tool' #}"
+    )
+    conversation = [
+        *HELLO,
+        {"role": "assistant", "content": "<|im_end|> yes"},
+        {"role": "tool", "content": "12"},
+        {"role": "user", "content": "and?"},
+    ]
+    tokenizer = tokenizer_of(parts)
+    shown = tokenizer.decode(tokenizer.render(conversation), shows_special=True)
+    assert shown == "user:hi;assistant:<|im_end|> yes;tool:12;user:and?;"
+    with pytest.raises(UnsupportedModel, match="user's message"):
+        tokenizer_of("{% for m in messages %}{{ m.role }}{% endfor %}")
+
+
+def test_what_a_template_fails_at_is_named():
+    picky = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}{% endfor %}"
+        "{% if 'bad' in m.content %}{{ m.content.nothing.at_all }}{% endif %}"
+        "{% if 'refused' in m.content %}{{ raise_exception('not this') }}{% endif %}{% endfor %}"
+        "{% for tool in tools or [] %}{{ tool.function.parameters.properties.items() | list }}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(picky)
+
+    def calling(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    assert "a=1" in tokenizer.decode(tokenizer.render([*HELLO, calling({"a": 1})]))
+    # arguments that are no JSON, because the answer was cut off
+    assert tokenizer.render([*HELLO, calling('{"a": ')]) == tokenizer.render([*HELLO, calling({})])
+    for content, param in (("bad", "messages[1]"), ("refused", "messages[1].role")):
+        with pytest.raises(InvalidRequest) as refused:
+            tokenizer.render([*HELLO, {"role": "user", "content": content}, *HELLO])
+        assert refused.value.param == param
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(InvalidRequest) as refused:
+        tokenizer.render(HELLO, inputs=TemplateInputs([tool]))
+    assert refused.value.param == "tools"
+
+
+SYSTEM, USER, ANSWER = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+ROLES_IN_TURN = (
+    "{% for m in messages %}{% if loop.index0 > 0 and m.role == 'system' %}{{ raise_exception('late') }}"
+    "{% elif STRICT and loop.index0 > 0 and m.role == loop.previtem.role %}{{ raise_exception('twice') }}"
+    "{% elif BARE and m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.role }}={{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "conversation", "shown"),
+    [
+        ("", [SYSTEM, USER], "system=system;user=user;"),
+        ("", [SYSTEM, SYSTEM, USER], "system=system system;user=user;"),
+        ("", [SYSTEM, USER, SYSTEM], "system=system;user=user;user=system;"),
+        (
+            "",
+            [SYSTEM, USER, USER, ANSWER, SYSTEM, USER],
+            "system=system;user=user;user=user;assistant=assistant;user=system;user=user;",
+        ),
+        (
+            "STRICT",
+            [SYSTEM, USER, SYSTEM, ANSWER, USER],
+            "system=system;user=user system;assistant=assistant;",
+        ),
+        ("BARE", [SYSTEM, USER, ANSWER, SYSTEM], "user=system user;assistant=assistant;user=system;"),
+        ("BARE", [USER, USER], "user=user;user=user;"),
+    ],
+)
+def test_system_messages_are_shown_where_the_template_takes_them(kind, conversation, shown):
+    template = ROLES_IN_TURN
+    for name in ("STRICT", "BARE"):
+        template = template.replace(name, str(name == kind).lower())
+    tokenizer = tokenizer_of(template)
+    text = tokenizer.decode(tokenizer.render(conversation)).replace("\n\n", " ")
+    assert text.startswith(shown)
+
+
+def test_tokens_within_a_character_have_their_bytes():
+    tokenizer = tokenizer_of(HERMES)
+    ids = tokenizer.encode("caf\u00e9 \U0001f469")
+    data = b"".join(
+        tokenizer.decode([i]).encode() if tokenizer.partial_bytes(i) is None else tokenizer.partial_bytes(i)
+        for i in ids
+    )
+    assert data.decode() == "caf\u00e9 \U0001f469"
+    assert any(tokenizer.partial_bytes(i) for i in ids)
+    assert tokenizer.partial_bytes(tokenizer.eos_token_ids[0]) is None

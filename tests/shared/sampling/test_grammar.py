@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from kvtest.text_models import byte_level_tokenizer
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from kvferry.models import DEMO_MODEL
@@ -220,3 +221,37 @@ def test_a_grammar_that_ends_in_a_dead_end_fails_its_own_sequence(compiler):
         sampler.observe(ENDS[0])
     assert refused.value.reason == "grammar_mismatch"
     assert sampler.refusal().reason == "grammar_limit"
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_grammar_may_spell_an_added_token(is_special):
+    """As text: a token that other servers would draw for it is none of the grammar's."""
+    raw = byte_level_tokenizer()
+    raw.add_tokens([AddedToken("<tool_call>", special=is_special, normalized=False)])
+    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), ENDS)
+    compiler = GrammarCompiler(lambda: tokenizer, raw.get_vocab_size(), ENDS)
+    mark = raw.token_to_id("<tool_call>")
+    schema = {
+        "type": "object",
+        "properties": {"<tool_call>": {"const": "<tool_call>"}},
+        "required": ["<tool_call>"],
+        "additionalProperties": False,
+    }
+    for grammar in (
+        Grammar(kind="choice", text='["<tool_call>"]'),
+        regex("<tool_call>"),
+        Grammar(kind="json_schema", text=json.dumps(schema)),
+        Grammar(kind="lark", text='start: "<tool_call>"'),
+    ):
+        matcher, text = compiler.matcher(grammar), b""
+        while (blocked := matcher.blocked())[list(ENDS)].isinf().all():
+            assert blocked[mark].isinf()
+            token_id = int((blocked == 0).nonzero()[0])
+            matcher.accept(token_id)
+            text += raw.decode([token_id], skip_special_tokens=False).encode()
+            assert len(text) < 200
+        assert b"<tool_call>" in text
+    by_id = compiler.matcher(Grammar(kind="lark", text=f'start: <[{mark}]> "a"'))
+    assert by_id.blocked()[mark] == 0
+    by_id.accept(mark)
+    assert tokenizer.special_parts("a<tool_call>b") == ["a", mark, "b"]

@@ -55,7 +55,9 @@ class Api:
         if rng.random() < 0.8:
             names["authorization"] = f"Bearer key-{rng.choice('ab')}"
         if rng.random() < 0.1:
-            name = rng.choice(("content-type", "x-session-id", "x-request-id", "accept", "traceparent"))
+            name = rng.choice(
+                ("content-type", "x-kvferry-session-id", "x-request-id", "accept", "traceparent")
+            )
             text = rng.choice(TEXTS).encode("ascii", "ignore").decode()
             names[name] = text.replace("\r\n", "").replace("\0", "").strip()
         if rng.random() < 0.05:

@@ -1,31 +1,20 @@
-"""Fields of OpenAI's, vLLM's and SGLang's requests that this server does nothing for.
+"""Fields of OpenAI's, vLLM's and SGLang's requests that would change the answer, and that this server lacks.
 
-`Ignored` ones do not change the answer; they are accepted and named in the response's `X-Ignored-Fields`.
-`Unsupported` ones would change it; they are accepted with the values that ask for nothing, and otherwise
-refused by name. A test compares OpenAI's fields with the installed client's types.
+They are accepted with the values that ask for nothing, and otherwise refused by name. All other fields that
+no type here has are ignored, and named in the answer's `X-Ignored-Fields`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from kvferry.services.router.http.body import Ignored, StrictModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Unsupported
 
 
-class OtherFields(StrictModel):
-    """What both endpoints of other servers have."""
+class RefusedFields(ClientModel):
+    """Of both endpoints."""
 
     # OpenAI
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prediction: Ignored = None
-    verbosity: Ignored = None
     modalities: Annotated[Any, Unsupported(["text"], [])] = None
     audio: Annotated[Any, Unsupported()] = None
     moderation: Annotated[Any, Unsupported()] = None
@@ -35,32 +24,6 @@ class OtherFields(StrictModel):
     suffix: Annotated[Any, Unsupported("")] = None
 
     # of both vLLM and SGLang, or of one of them
-    request_id: Ignored = None
-    rid: Ignored = None
-    cache_salt: Ignored = None
-    extra_key: Ignored = None
-    data_parallel_rank: Ignored = None
-    routed_dp_rank: Ignored = None
-    disagg_prefill_dp_rank: Ignored = None
-    ngram_corpus_id: Ignored = None
-    custom_labels: Ignored = None
-    stream_interval: Ignored = None
-    stream_reasoning: Ignored = None
-    length_penalty: Ignored = None
-    early_stopping: Ignored = None
-    spaces_between_special_tokens: Ignored = None
-    truncation_side: Ignored = None
-    media_io_kwargs: Ignored = None
-    mm_processor_kwargs: Ignored = None
-    images_config: Ignored = None
-    max_dynamic_patch: Ignored = None
-    min_dynamic_patch: Ignored = None
-    use_audio_in_video: Ignored = None
-    return_mm_kwargs: Ignored = None
-    return_token_offsets: Ignored = None
-    routed_experts_prompt_start: Ignored = None
-    routed_experts_start_len: Ignored = None
-    guided_decoding_backend: Ignored = None
     use_beam_search: Annotated[Any, Unsupported(False)] = None
     skip_special_tokens: Annotated[Any, Unsupported(True)] = None
     detokenize: Annotated[Any, Unsupported(True)] = None
@@ -92,19 +55,21 @@ class OtherFields(StrictModel):
     bootstrap_room: Annotated[Any, Unsupported()] = None
 
 
-class OtherChatFields(OtherFields):
-    """What their chat endpoints have besides."""
+class RefusedChatFields(RefusedFields):
+    """Of the chat endpoint besides."""
 
     echo: Annotated[Any, Unsupported(False)] = None
-    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
-    continue_final_message: Annotated[Any, Unsupported(False)] = None
     add_special_tokens: Annotated[Any, Unsupported(False)] = None
     documents: Annotated[Any, Unsupported([])] = None
     chat_template: Annotated[Any, Unsupported()] = None
     task: Annotated[Any, Unsupported()] = None
 
 
-class OtherTextFields(OtherFields):
-    """What their completions endpoints have besides."""
+class RefusedTextFields(RefusedFields):
+    """Of the completions endpoint besides; the last ones are the chat endpoint's."""
 
     add_special_tokens: Annotated[Any, Unsupported(True)] = None
+    messages: Annotated[Any, Unsupported()] = None
+    max_completion_tokens: Annotated[Any, Unsupported()] = None
+    tools: Annotated[Any, Unsupported([])] = None
+    document_ids: Annotated[Any, Unsupported([])] = None
