@@ -35,7 +35,7 @@ POLICIES := $(VENV)-policies
 PEERS := $(VENV)-peers
 KVPRESS := $(VENV)-kvpress
 AGENTS := $(VENV)-agents
-NPM_AGENTS := opencode-ai@OPENCODE @openai/codex@CODEX
+NPM_AGENTS := opencode-ai@1.18.33 @openai/codex@0.171.0
 PIP_AGENTS := llm==0.36 aider-chat==0.86.2
 # The versions of the machine whose kernels are compiled ahead, and an environment with them.
 FIRST_LIGHT := $(VENV)-first-light

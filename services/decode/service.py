@@ -370,10 +370,11 @@ class DecodeService:
             room = max(room, shared.room)
             plans, laid_out = [shared.resolved], [shared.plan]
         else:
-            acceptable = (self._resolve(request, plan) for plan in self._acceptable(request.plan))
-            stores = request.store_history
-            plans = [self._memory.within_arena(plan, returns_generated=stores) for plan in acceptable]
-            laid_out, room = plans, min(room, *(plan.max_new_tokens for plan in plans))
+            plans = laid_out = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
+            if room < request.sampling.max_tokens:
+                stores = request.store_history
+                plans = laid_out = [self._memory.within_arena(its, returns_generated=stores) for its in plans]
+                room = min(room, *(plan.max_new_tokens for plan in plans))
         layouts = [
             self._memory.layout(
                 plan,

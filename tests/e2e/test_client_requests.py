@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "details of thoughts": (
         CHAT,
         chat(ASKED, {**ANSWERED, "reasoning_content": "hm", "reasoning_details": [{"type": "x"}]}, ASKED),
-        "messages.reasoning_details",
+        "messages.reasoning_content, messages.reasoning_details",
     ),
     "a call's signature": (
         CHAT,

@@ -61,7 +61,7 @@ def run(proxy: DemandingProxy, tmp_path: Path) -> Run:
     programs = [
         Path(FOLDER) / "node_modules" / ".bin",
         Path(FOLDER) / "llm" / "bin",
-        Path(FOLDER) / "aider" / "bin",
+        Path(FOLDER) / "aider-chat" / "bin",
     ]
     path = ":".join(map(str, [*programs, Path(sys.executable).parent, "/usr/local/bin", "/usr/bin", "/bin"]))
     environment = {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8", "TERM": "dumb"}

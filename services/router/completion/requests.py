@@ -249,6 +249,8 @@ class CompletionFields(EngineFields, StructuredFields, RefusedFields):
     @property
     def token_limit(self) -> tuple[str, int] | None:
         """The field that bounds the completion and its value, where the client gave one."""
+        if (limit := getattr(self, "max_completion_tokens", None)) is not None:
+            return "max_completion_tokens", limit
         return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @property
@@ -383,12 +385,6 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     def may_call(self) -> bool:
         """Whether the answer may be calls where it need not."""
         return bool(self.shown_tools) and self.tool_choice != "none"
-
-    @property
-    def token_limit(self) -> tuple[str, int] | None:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().token_limit
 
     @property
     def num_alternatives(self) -> int | None:

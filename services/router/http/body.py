@@ -284,11 +284,12 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
             if given is not None and not (isinstance(value, ClientModel) and name in value.echoed):
                 yield f"{path}{name}"
         for name, field in type(value).model_fields.items():
-            if name in value.model_fields_set:
-                yield from unknown_fields(getattr(value, name), f"{path}{field.alias or name}.")
+            if isinstance(given := getattr(value, name), BaseModel | list):
+                yield from unknown_fields(given, f"{path}{field.alias or name}.")
     elif isinstance(value, list):
         for item in value:
-            yield from unknown_fields(item, path)
+            if isinstance(item, BaseModel | list):
+                yield from unknown_fields(item, path)
 
 
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
