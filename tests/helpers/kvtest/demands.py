@@ -1,5 +1,5 @@
 """A proxy that has a random model call a tool as a trained one would: it demands one call of the first
-request with tools, says what the call is, and bounds answers."""
+request with tools, says what the call is, and has other answers end after some letters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from kvtest.waiting import until
 
 SAID = "ferry-was-here"
 _COMMAND = f"echo {SAID}"
-_NUM_ANSWERED, _NUM_CALLED = 24, 400
-_LIMITS = {"messages": "max_tokens", "responses": "max_output_tokens", "completions": "max_tokens"}
+_APIS = ("completions", "responses", "messages")
+_ANSWER = {"regex": "[a-z ]{8,24}"}
 
 
 @dataclass
@@ -42,10 +42,13 @@ class Exchange:
         return _has_result(self.body)
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt whose KV was reused, in each API's own field."""
-        found = re.findall(r'"(?:cached_tokens|cache_read_input_tokens)": ?(\d+)', self.text)
-        return max(map(int, found), default=0)
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt whose KV was reused: in the answer's `kv`, which streams always have, and in
+        the API's own field, where it is."""
+        (reused,) = set(re.findall(r'"reused_tokens": ?(\d+)', self.text))
+        own = re.findall(r'"(?:cached_tokens|cache_read_input_tokens)": ?(\d+)', self.text)
+        assert {*own[-1:]} <= {reused}
+        return int(reused)
 
 
 class DemandingProxy:
@@ -57,7 +60,13 @@ class DemandingProxy:
     def __init__(self, base_url: str) -> None:
         self._client = httpx.AsyncClient(base_url=base_url, timeout=300)
         self.exchanges: list[Exchange] = []
-        self.app = Starlette(routes=[Route("/{path:path}", self._handle, methods=["GET", "POST", "HEAD"])])
+        routes = [Route("/{path:path}", self._handle, methods=["GET", "POST", "HEAD"])]
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async with self._client:
+            yield
 
     async def _handle(self, request: Request) -> Response:
         data = await request.body()
@@ -112,20 +121,18 @@ def _has_result(body: dict[str, Any]) -> bool:
 def _demanding(path: str, body: dict[str, Any]) -> dict[str, Any]:
     body = json.loads(json.dumps(body))
     api = path.rstrip("/").rpartition("/")[2]
-    limit = _LIMITS.get(api)
-    if limit is None:
+    if api not in _APIS:
         return body
     name = _narrow(body.get("tools") or [])
-    is_demanded = name is not None and not _has_result(body)
-    if is_demanded:
+    if name is not None and not _has_result(body):
         named = {"type": "function", "function": {"name": name}}
         named = {
             "responses": {"type": "function", "name": name},
             "messages": {"type": "tool", "name": name},
         }.get(api, named)
         body["tool_choice"] = named
-    body.pop("max_completion_tokens", None)
-    body[limit] = _NUM_CALLED if is_demanded else _NUM_ANSWERED
+    else:
+        body["structured_outputs"] = _ANSWER
     return body
 
 
