@@ -399,13 +399,16 @@ class PrefillService:
 
     async def _before(self, deadline_s: float, work: asyncio.Future[T], what: str) -> T:
         try:
-            return await asyncio.wait_for(work, max(0.0, deadline_s - self._clock()))
+            # `wait_for` of Python 3.11 loses a cancellation that comes as the work ends.
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock())):
+                return await work
         except TimeoutError:
             raise DeadlineExceeded(f"{what} did not finish by the request's deadline") from None
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
         try:
-            return await asyncio.wait_for(asyncio.to_thread(work), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(work)
         except TimeoutError:
             raise DeadlineExceeded(f"the history store did not answer within {timeout_s} s") from None
 

@@ -102,6 +102,14 @@ async def test_closing_the_stream_after_the_first_token_aborts_transfer_and_turn
     await assert_serves(harness)
 
 
+async def test_a_cancellation_that_comes_as_a_wait_ends_is_heeded(harness: Harness) -> None:
+    service, work = harness.service, asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service._before(service._clock() + 60, work, "the transfer"))
+    await asyncio.sleep(0)
+    work.set_result(1.0)
+    await cancel(task)
+
+
 async def test_cancelling_while_awaiting_the_acknowledgement_aborts(harness: Harness) -> None:
     harness.sink.gate.clear()
     request = harness.request(make_prompt(50), session=A)
