@@ -1,7 +1,7 @@
 """The items of TriZone's work list, each one program's share of a head.
 
 packed_item  the tokens of one V width in full token blocks
-tail_item    a head's last, shorter token block, with all widths
+tail_item    fields of a head's last, shorter token block, with all widths
 rows_item    a split of a head's unpacked rows (zone C)
 """
 
@@ -203,10 +203,12 @@ def _tail_values(halves_ptr, bytes_ptr, floats_ptr, row, token, ok, d, D: tl.con
 
 @triton.jit
 def tail_item(
-    scaled_ptr, statistics_ptr, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, partial_ptr, lse_ptr, slot,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    scaled_ptr, statistics_ptr, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, begin, end, partial_ptr,
+    lse_ptr, slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The last, shorter block of the entry at `row`: at most 127 tokens of all widths."""
+    """Fields begin .. end of the last, shorter block of the entry at `row`: at most 127 tokens, of all widths,
+    in 8 fields."""
     num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
     full = num_tokens // 128
     lanes = (num_tokens - full * 128 + 7) // 8
@@ -214,7 +216,7 @@ def tail_item(
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for f in range(0, 8):
+    for f in range(begin, end):
         token = full * 128 + f * lanes + r
         ok = (r < lanes) & (token < num_tokens)
         logits = _tail_logits(

@@ -37,13 +37,14 @@ from kvferry.kernels.trizone.work_list import (
 
 BLOCK_CHANNELS = 64
 """K channels a tile."""
-BLOCK_LANES = 8
-"""Lanes per tile, half a token block. A tile's products are too small to divide among warps: every warp has
-all of them, and with 16 lanes they do not fit in the registers."""
+BLOCK_LANES = 16
+"""Lanes per tile, a token block; half as many for heads of 256 channels. Every warp has all of a tile's
+products, which are too small to be divided."""
 INTERPRETED_LANES = 64
 """Larger tiles for the interpreter, because its cost is per operation, not per element."""
-MAX_REGISTERS = 255
-"""Per thread. Without a limit the compiler spills to fit one more program an SM."""
+MAX_REGISTERS = 168
+"""Per thread, for three programs an SM. With 255 a launch takes 39.5 and 105 microseconds for 1 and 8
+sequences, with this 43 and 95, with 128 48 and 94 (H200, benchmarks/results/gpu/2026-11-28/call-2)."""
 
 
 @triton.jit
@@ -89,8 +90,8 @@ def _trizone_kernel(
         )  # fmt: skip
     elif kind == 5:
         tail_item(
-            scaled, statistics, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, partial_ptr, lse_ptr, slot,
-            G, BLOCK_G, D, BLOCK_D, BLOCK_C,
+            scaled, statistics, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, begin, end, partial_ptr,
+            lse_ptr, slot, G, BLOCK_G, D, BLOCK_D, BLOCK_C,
         )  # fmt: skip
     if kind <= 5:
         combine_if_last(
@@ -163,13 +164,13 @@ def trizone_decode_batch(
         queries, keys, values, heads, halves, words, codes, halves, entries, work.items, scratch.scaled,
         scratch.statistics, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
         **shape,
-        BLOCK_N=INTERPRETED_LANES if interpreting() else BLOCK_LANES, BLOCK_C=BLOCK_CHANNELS,
+        BLOCK_N=INTERPRETED_LANES if interpreting() else BLOCK_LANES // (1 if block_d <= 128 else 2),
+        BLOCK_C=BLOCK_CHANNELS,
         BLOCK_R=block_tokens(queries, block_d),
         ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
-        # as few as fit the accumulators: every warp computes the same products
-        num_warps=2 if block_d <= 128 else 4, num_stages=2, maxnreg=MAX_REGISTERS,
+        num_warps=4, num_stages=2, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The work list of packed attention: divided by bytes, not by heads, when a sequence joins the batch.
 
 An entry is one packed head of one packed layer. An item is one program's share: some token blocks of one
-entry with one V width, its last short block, or a split of a head's unpacked rows. Heads have different
+entry with one V width, fields of its last short block, or a split of a head's unpacked rows. Heads have different
 numbers of tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items,
 and so their partial results, are contiguous.
 """
@@ -30,9 +30,11 @@ _, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
 KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
 KIND_TAIL = 5
-"""An item's kind: the last, shorter token block of an entry, whatever the widths in it."""
+"""An item's kind: fields of the last, shorter token block of an entry, whatever the widths in it."""
 KIND_IDLE = 6
 """An item's kind: padding of a fixed grid."""
+TAIL_FIELDS = 2
+"""Of a short block that one item has: it takes them one after another, each as long as a tile of full blocks."""
 MIN_ITEM_BYTES = 32 << 10
 MAX_ITEM_BYTES = 128 << 10
 """Of a sequence that is divided among a number of programs, unless a head would have too many: a long one
@@ -148,11 +150,11 @@ def _zone_items(
     channels: Tensor, tokens: Tensor, head_dim: int, item_bytes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs of full token blocks with one V width (a block with two widths is in an item of each), and the
-    rest.
+    rest's fields.
 
     Args: channels, tokens: int64 `[E, 4]`, counts by width; item_bytes: int64 `[E]` or one for all.
-    Returns: int64 `[E, 5]`, for each V width and the tail: number of items, first block, block after the
-        last, blocks per item.
+    Returns: int64 `[E, 5]`, for each V width and the tail: number of items, first block (of the tail: field),
+        the one after the last, how many an item has.
     """
     ends = tokens.cumsum(1)
     full = ends[:, -1:] // BLOCK_TOKENS
@@ -162,7 +164,11 @@ def _zone_items(
     block_bytes = key_bytes + BLOCK_TOKENS * _row_bytes(head_dim)
     per_item = (item_bytes.view(-1, 1) // block_bytes.clamp(min=1)).clamp(min=1)
     counts = torch.where(tokens > 0, (last - first + per_item - 1) // per_item, 0).clamp(min=0)
-    tail = (ends[:, -1:] % BLOCK_TOKENS > 0).long()
-    beside = ((counts, tail), (first, full), (last, full + 1), (per_item, torch.ones_like(full)))
+    rest = ends[:, -1:] % BLOCK_TOKENS
+    lanes = ((rest + 7) // 8).clamp(min=1)
+    fields = (rest + lanes - 1) // lanes
+    tails = (fields + TAIL_FIELDS - 1) // TAIL_FIELDS, torch.zeros_like(rest), fields
+    tail_of_item = torch.full_like(rest, TAIL_FIELDS)
+    beside = zip((counts, first, last, per_item), (*tails, tail_of_item), strict=True)
     counts, first, last, per_item = (torch.cat(its, 1) for its in beside)
     return counts, first, last, per_item
