@@ -138,10 +138,15 @@ def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_h
         queries, keys, partial, counters, lse, scaling * LOG2_E, num_rows, window, num_tokens,
         keys.stride(0), keys.stride(1), **shape, **options,
     )  # fmt: skip
+    if per_query_head and block_d <= 128 and not interpreting():
+        # the queries are read again for each tile of keys, so of all of them tiles are large: half the time
+        # of tiles of 64 on an H200 (benchmarks/results/gpu/2026-11-28/call-6)
+        block_n = 128
+        options["num_warps"] = 4
     units = group_size if per_query_head else 1
     sums = torch.empty(num_kv_heads, units, num_tokens, dtype=torch.float32, device=device)
     _column_sums_kernel[(num_kv_heads * units, triton.cdiv(num_tokens, block_n))](
         queries, keys, lse, sums, scaling * LOG2_E, num_rows // units, window, num_tokens, units,
-        keys.stride(0), keys.stride(1), **shape, **options,
+        keys.stride(0), keys.stride(1), **{**shape, "BLOCK_N": block_n}, **options,
     )  # fmt: skip
     return sums if per_query_head else sums[:, 0]

@@ -90,12 +90,18 @@ def choose_num_programs(num_heads: int, device: torch.device) -> int:
     return num_heads + CTAS_PER_SM * num_multiprocessors(device)
 
 
-def choose_num_splits(num_heads: int, device: torch.device, *, per_multiprocessor: int = CTAS_PER_SM) -> int:
+def choose_num_splits(num_heads: int, device: torch.device) -> int:
     """Splits per head so that all heads together fill the device; fixed for a batch bucket.
 
     Independent of lengths, which are read on the device: short heads leave their last splits idle.
     """
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
-    num_programs = per_multiprocessor * num_multiprocessors(device)
-    return min(max(-(-num_programs // num_heads), 1), MAX_SPLITS)
+    return min(max(-(-CTAS_PER_SM * num_multiprocessors(device) // num_heads), 1), MAX_SPLITS)
+
+
+def splits_at_once(num_heads: int, device: torch.device, per_multiprocessor: int) -> int:
+    """As many splits per head as run at the same time: a few programs more would take as long again."""
+    if device.type != "cuda":
+        return _INTERPRETED_SPLITS
+    return min(max(per_multiprocessor * num_multiprocessors(device) // num_heads, 1), MAX_SPLITS)

@@ -41,18 +41,19 @@ class Gate:
 
 
 _WIDE: Mapping[int, int] = {}
-_FOUR_WARPS = {256: 64}
-"""K words of a tile are 1024 bytes: 128 bits for each thread of two warps, 64 of four."""
 _SHORT_ROWS = {96: 64}
 """A row of V at 2 bits has 24 bytes, so every other one begins between two pieces of 16."""
+_NARROW_TILES = {64: 64, 96: 64}
+"""And of 64 channels, a tile of 64 rows has 1024 bytes, 64 bits for each thread."""
 _TWO_GROUPS = {64: 64}
 """Two groups of K, or of V, at 2 bits are 1024 bytes; four of them spill."""
-_SCATTERED = {64: 32, 96: 32, 128: 32, 256: 16}
-"""K channels kept at 16 bits are read field by field, 256 bytes at a time."""
 _FOUR_WARPS_SPILL = 88
 """Bytes, on sm_90 at 128 channels. Eight warps spill none and take 1.4 times as long on an H200 for a batch
 of eight (benchmarks/results/gpu/2026-11-27/call-4)."""
 
+_FOUR_PROGRAMS_SPILL = 160
+"""Bytes. With more registers an SM has three programs, and a batch of eight takes no less time on an H200
+(benchmarks/results/gpu/2026-11-28/call-7)."""
 _WIDE_HEADS_SPILL = 8
 """Bytes, on sm_80 at 256 channels; with more registers than 128 an SM has one program of eight warps, not
 two."""
@@ -96,13 +97,11 @@ GATES = {
     ),
     "_prologue_kernel": Gate(registers=128),
     "_trizone_kernel": Gate(
-        registers=255,
+        registers=128,
+        stack_bytes=_FOUR_PROGRAMS_SPILL,
         streams={
-            "tl.load(words_ptr + start[None": _FOUR_WARPS,
-            "tl.load(words_ptr + at": _FOUR_WARPS,
-            "tl.load(halves_ptr + at": _SCATTERED,
-            "tl.load(words_ptr + rows + at": _SHORT_ROWS,
-            "tl.load(halves_ptr + rows + at": _WIDE,
+            "tl.load(pairs_ptr + at": _WIDE,
+            "tl.load(words_ptr + row, ": _NARROW_TILES,
             "tl.load(key_ptr + key_offset + at": _WIDE,
             "tl.load(value_ptr + value_offset + at": _WIDE,
         },

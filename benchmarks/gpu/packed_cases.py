@@ -49,8 +49,9 @@ def trizone_case(
         [(2 * i * new * head_dim, (2 * i + 1) * new * head_dim, new) for i in range(batch_size * heads)],
         device=device,
     )
-    programs = 4 * choose_num_splits(1, device) if device.type == "cuda" else 8
-    work = work_list(layers, codes, row_splits=1, num_programs=programs // batch_size).to(codes.device)
+    # as `TriZoneBatch` has it
+    programs = 2 * heads * choose_num_splits(batch_size * heads, device)
+    work = work_list(layers, codes, row_splits=1, num_programs=programs).to(codes.device)
     queries = torch.randn(batch_size, heads, group, head_dim, generator=generator, device=device)
     queries = queries.to(model.dtype)
     output = torch.full_like(queries, torch.nan)

@@ -165,7 +165,7 @@ class Run:
         shapes = self._shapes()
         later_s = (1 - FIRST_MODEL_SHARE) * (self._limit.left_s - leave_s)
         for number, shape in enumerate(shapes):
-            grid = self._grid(is_first=number == 0)
+            grid = self._grid(is_first=number == 0, decodes="decode" in parts)
             until_s = leave_s + later_s * (len(shapes) - 1 - number) / max(len(shapes) - 1, 1)
             longest = max(PREFILL_TOKENS, *(context + grid.max_steps + 16 for _, context in grid.cells))
             model = random_model(
@@ -186,13 +186,15 @@ class Run:
         by_name = {shape.name: shape for shape in known} if self._options.is_tiny else SHIPPED
         return [by_name[name] for name in _named("models", self._options.models, tuple(by_name))]
 
-    def _grid(self, *, is_first: bool) -> Grid:
+    def _grid(self, *, is_first: bool, decodes: bool) -> Grid:
         whole, beside = (
             (TINY_GRID, TINY_GRID_BESIDE) if self._options.is_tiny else (GPU_GRID, GPU_GRID_BESIDE)
         )
         grid = whole if is_first else beside
-        names = _named("methods", self._options.methods, tuple(method.name for method in grid.methods))
-        methods = tuple(method for method in grid.methods if method.name in names)
+        methods = grid.methods
+        if decodes:
+            names = _named("methods", self._options.methods, tuple(method.name for method in methods))
+            methods = tuple(method for method in methods if method.name in names)
         return replace(grid, methods=methods, cells=self._options.cells or grid.cells)
 
     def _decode(self, model: TransformersModel, grid: Grid, leave_s: float) -> None:

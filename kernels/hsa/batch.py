@@ -28,7 +28,13 @@ from kvferry.kernels.decode_batch import (
     in_buckets,
     row_fields,
 )
-from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_splits, split_workspace
+from kvferry.kernels.descriptors import (
+    ROW_FIELDS,
+    SplitWorkspace,
+    choose_num_splits,
+    split_workspace,
+    splits_at_once,
+)
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.hsa import MAX_PAGES, update_page_extremes
 from kvferry.kernels.hsa.torch_path import (
@@ -45,7 +51,9 @@ MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = ra
 BLOCK_PAGES = 128
 """Pages that one program scores."""
 SCORING_PER_SM = 2
-"""Programs that score pages for each multiprocessor: each ranks channels, so more would do that again."""
+"""Programs that score pages at once on each multiprocessor. Each ranks channels, so more would do that again.
+On an H200 those of a batch of eight took 26 microseconds when a few had to wait, 22 when none had to
+(benchmarks/results/gpu/2026-11-28/call-5)."""
 BLOCKS_A_PROGRAM = 8
 """Blocks that one of them scores at most, so that a long sequence among many short ones has more of them."""
 MAX_ROWS = 1 << 21
@@ -159,7 +167,7 @@ class HsaScratch:
             counts=torch.empty(num_heads, dtype=torch.int32, device=device),
             splits=split_workspace(output, num_heads * num_splits),
             num_splits=num_splits,
-            num_scoring=choose_num_splits(num_heads, device, per_multiprocessor=SCORING_PER_SM),
+            num_scoring=splits_at_once(num_heads, device, SCORING_PER_SM),
         )
 
 

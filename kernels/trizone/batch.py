@@ -144,7 +144,8 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         heads, shape = self._shape.num_kv_heads, self._shape.of_slots(in_buckets(slot + 1))
         packed = [rows.packed for rows in layers.values()]
         capacity = max(rows.keys.shape[1] for rows in layers.values())
-        programs = heads * choose_num_splits(shape.num_heads, shape.device)
+        # unequal as they are, twice as many as run at once are done sooner
+        programs = 2 * heads * choose_num_splits(shape.num_heads, shape.device)
         work = work_list(
             [[its] for its in packed],
             self._codes,

@@ -1,8 +1,8 @@
 """TriZone's first launch: queries in the packed channels' order and scale.
 
-    _prologue_kernel  (entry): permutes the queries to the packed channels' order, folds the K scales in,
-                      rounds to float16 at a power of two per query head, and sums what the codes' "1" adds;
-                      clears the output of as many heads, because no item writes that of an empty slot
+    _prologue_kernel  (entry): permutes the queries to the packed channels' order, folds the K scales in, and
+                      rounds to float16 at a power of two per query head; clears the output of as many heads,
+                      because no item writes that of an empty slot
 
 Imported only by the Triton modules of this folder, because it imports Triton.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-STATISTICS = 8
-"""float32 a query head: four biases, 2^-e, the minima's term, 2^(e - e16), unused."""
+STATISTICS = 2
+"""float32 a query head: 2^-e, and the minima's term."""
 
 
 @triton.jit
@@ -38,8 +38,7 @@ def _prologue_kernel(
     entry = tl.program_id(0)
     row = entries_ptr + entry * FIELDS
     bh = tl.load(row)
-    n2, n4 = tl.load(row + 1), tl.load(row + 2)
-    coded = n2 + n4 + tl.load(row + 3)
+    coded = tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3)
     kept = coded + tl.load(row + 4)
     g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     channel = tl.load(half_words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int32)
@@ -52,33 +51,12 @@ def _prologue_kernel(
     mask = (g[:, None] < G) & (c[None, :] < kept)
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
     q = q.to(tl.float32) * scale_log2
-    scale = tl.load(floats_ptr + tl.load(row + 11) + c, mask=c < coded, other=0.0).to(tl.float32)
+    scale = tl.load(floats_ptr + tl.load(row + 11) + c, mask=c < coded, other=1.0).to(tl.float32)
     minimum = tl.load(floats_ptr + tl.load(row + 12) + c, mask=c < coded, other=0.0).to(tl.float32)
-    # a code under the lowest mask reads as code / 1024
-    of_codes = q * (scale * 1024.0)[None, :]
-    of_halves = tl.where(c[None, :] >= coded, q, 0.0)
-    exponent = _exponent_to(tl.max(tl.abs(of_codes), 1), 9)
-    exponent_16 = _exponent_to(tl.max(tl.abs(of_halves), 1), 9)
-    rounded = (of_codes * power_of_two(exponent)[:, None]).to(tl.float16)
-    rounded_16 = (of_halves * power_of_two(exponent_16)[:, None]).to(tl.float16)
-    tl.store(
-        scaled_ptr + (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :],
-        tl.where(c[None, :] >= coded, rounded_16, rounded),
-    )  # fmt: skip
-    statistics = statistics_ptr + (entry * BLOCK_G + g) * 8
-    for f in tl.static_range(4):
-        # sums of the products as the main kernel rounds them, not of the queries
-        by_2, by_4 = (rounded * (0.25**f)).to(tl.float32), (rounded * (0.0625 ** (f % 2))).to(tl.float32)
-        used = tl.where(
-            (c < n2)[None, :], by_2, tl.where((c < n2 + n4)[None, :], by_4, rounded.to(tl.float32))
-        )
-        tl.store(statistics + f, tl.sum(used, 1))
-    tl.store(statistics + 4, power_of_two(-exponent))
-    tl.store(statistics + 5, tl.sum(q * minimum[None, :], 1))
-    tl.store(statistics + 6, power_of_two(exponent - exponent_16))
-
-
-@triton.jit
-def queries_of(scaled_ptr, g, c, ok, BLOCK_D: tl.constexpr):
-    """`[BLOCK_G, channels]` of one entry's scaled queries, zero where not ok `[channels]`."""
-    return tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :], mask=ok[None, :], other=0.0)
+    scaled = q * scale[None, :]
+    exponent = _exponent_to(tl.max(tl.abs(scaled), 1), 9)
+    scaled *= power_of_two(exponent)[:, None]
+    tl.store(scaled_ptr + (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :], scaled.to(tl.float16))
+    statistics = statistics_ptr + (entry * BLOCK_G + g) * 2
+    tl.store(statistics, power_of_two(-exponent))
+    tl.store(statistics + 1, tl.sum(q * minimum[None, :], 1))

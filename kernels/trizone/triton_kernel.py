@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvferry.kernels.dense_decode.triton_kernel import block_tokens, dot_dtype
+from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     SplitWorkspace,
@@ -26,7 +26,7 @@ from kvferry.kernels.descriptors import (
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G, combine_if_last
-from kvferry.kernels.trizone.items import packed_item, rows_item, tail_item
+from kvferry.kernels.trizone.items import packed_item, rows_item
 from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
@@ -37,24 +37,19 @@ from kvferry.kernels.trizone.work_list import (
 
 BLOCK_CHANNELS = 64
 """K channels a tile."""
-BLOCK_LANES = 16
-"""Lanes per tile, a token block; half as many for heads of 256 channels. Every warp has all of a tile's
-products, which are too small to be divided."""
-INTERPRETED_LANES = 64
-"""Larger tiles for the interpreter, because its cost is per operation, not per element."""
-MAX_REGISTERS = 168
-"""Per thread, for three programs an SM. With 255 a launch takes 39.5 and 105 microseconds for 1 and 8
-sequences, with this 43 and 95, with 128 48 and 94 (H200, benchmarks/results/gpu/2026-11-28/call-2)."""
+BLOCK_ROWS = 32
+"""Unpacked rows a tile: with more, they alone would need most of the shared memory."""
+MAX_REGISTERS = 128
+"""Per thread, for four programs an SM: more of them was faster than none of the spills."""
 
 
 @triton.jit
 def _trizone_kernel(
-    query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, bytes_ptr, floats_ptr, entries_ptr,
-    items_ptr, scaled_ptr, statistics_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, FIELDS: tl.constexpr,
-    ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
-    ASM: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, pairs_ptr, entries_ptr, items_ptr,
+    scaled_ptr, statistics_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     item = items_ptr + slot * ITEM
@@ -62,38 +57,18 @@ def _trizone_kernel(
     begin, end, bh = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     row = entries_ptr + source.to(tl.int64) * FIELDS
     scaled = scaled_ptr + source.to(tl.int64) * BLOCK_G * BLOCK_D
-    statistics = statistics_ptr + source.to(tl.int64) * BLOCK_G * 8
-    if kind == 0:
+    statistics = statistics_ptr + source.to(tl.int64) * BLOCK_G * 2
+    if kind <= 3:
         packed_item(
-            scaled, statistics, halves_ptr, words_ptr, floats_ptr, row, begin, end, partial_ptr, lse_ptr,
-            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_N, BLOCK_C, 2, ASM,
-        )  # fmt: skip
-    elif kind == 1:
-        packed_item(
-            scaled, statistics, halves_ptr, words_ptr, floats_ptr, row, begin, end, partial_ptr, lse_ptr,
-            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_N, BLOCK_C, 4, ASM,
-        )  # fmt: skip
-    elif kind == 2:
-        packed_item(
-            scaled, statistics, halves_ptr, words_ptr, floats_ptr, row, begin, end, partial_ptr, lse_ptr,
-            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_N, BLOCK_C, 8, ASM,
-        )  # fmt: skip
-    elif kind == 3:
-        packed_item(
-            scaled, statistics, halves_ptr, words_ptr, floats_ptr, row, begin, end, partial_ptr, lse_ptr,
-            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_N, BLOCK_C, 16, ASM,
+            scaled, statistics, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr,
+            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
         )  # fmt: skip
     elif kind == 4:
         rows_item(
             query_ptr, key_ptr, value_ptr, heads_ptr, bh, begin, end, stride_row, scale_log2, partial_ptr,
             lse_ptr, slot, G, BLOCK_G, D, BLOCK_D, BLOCK_R, HEAD_FIELDS, ALIGN, DOT,
         )  # fmt: skip
-    elif kind == 5:
-        tail_item(
-            scaled, statistics, halves_ptr, words_ptr, bytes_ptr, floats_ptr, row, begin, end, partial_ptr,
-            lse_ptr, slot, G, BLOCK_G, D, BLOCK_D, BLOCK_C,
-        )  # fmt: skip
-    if kind <= 5:
+    if kind <= 4:
         combine_if_last(
             partial_ptr, lse_ptr, counter_ptr, out_ptr, bh, tl.load(item + 5), tl.load(item + 6),
             tl.arange(0, BLOCK_D), G, D,
@@ -151,7 +126,7 @@ def trizone_decode_batch(
     group_size, head_dim = queries.shape[2:]
     block_d = max(triton.next_power_of_2(head_dim), 16)
     usable = codes[: codes.numel() // 4 * 4]
-    halves, words = (usable.view(dtype) for dtype in (torch.float16, torch.int16))
+    halves, words, pairs = (usable.view(dtype) for dtype in (torch.float16, torch.int16, torch.int32))
     scale_log2 = scaling * LOG2_E
     entries, splits = work.entries, scratch.splits
     shape = {"G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": block_d}
@@ -161,16 +136,12 @@ def trizone_decode_batch(
         heads.shape[0], **shape, num_warps=4 if block_d <= 128 else 8, num_stages=1,
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
-        queries, keys, values, heads, halves, words, codes, halves, entries, work.items, scratch.scaled,
+        queries, keys, values, heads, halves, words, pairs, entries, work.items, scratch.scaled,
         scratch.statistics, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
-        **shape,
-        BLOCK_N=INTERPRETED_LANES if interpreting() else BLOCK_LANES // (1 if block_d <= 128 else 2),
-        BLOCK_C=BLOCK_CHANNELS,
-        BLOCK_R=block_tokens(queries, block_d),
-        ITEM=ITEM_FIELDS,
+        **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
-        num_warps=4, num_stages=2, maxnreg=MAX_REGISTERS,
+        num_warps=4 if block_d <= 128 else 8, num_stages=2, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """The work list of packed attention: divided by bytes, not by heads, when a sequence joins the batch.
 
-An entry is one packed head of one packed layer. An item is one program's share: some token blocks of one
-entry with one V width, fields of its last short block, or a split of a head's unpacked rows. Heads have different
-numbers of tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items,
-and so their partial results, are contiguous.
+An entry is one packed head of one packed layer. An item is one program's share: some tiles, halves of token
+blocks, of one entry with one V width, or a split of a head's unpacked rows. Heads have different numbers of
+tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items, and so
+their partial results, are contiguous.
 """
 
 from __future__ import annotations
@@ -29,19 +29,16 @@ ITEM_FIELDS = 7
 _, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
 KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
-KIND_TAIL = 5
-"""An item's kind: fields of the last, shorter token block of an entry, whatever the widths in it."""
-KIND_IDLE = 6
+KIND_IDLE = 5
 """An item's kind: padding of a fixed grid."""
-TAIL_FIELDS = 2
-"""Of a short block that one item has: it takes them one after another, each as long as a tile of full blocks."""
-MIN_ITEM_BYTES = 32 << 10
+TILE_TOKENS = BLOCK_TOKENS // 2
+MIN_ITEM_BYTES = 8 << 10
 MAX_ITEM_BYTES = 128 << 10
 """Of a sequence that is divided among a number of programs, unless a head would have too many: a long one
 among short ones has more programs than they."""
 
 
-_KINDS = (KIND_ROWS, 0, 1, 2, 3, KIND_TAIL)
+_KINDS = (KIND_ROWS, 0, 1, 2, 3)
 """The kinds of an entry's items, in their order."""
 _KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)
 
@@ -135,7 +132,7 @@ def _balanced(
     total = zeros.index_add(0, of_sequence, sizes)
     largest = zeros.scatter_reduce(0, of_sequence, sizes, "amax")
     wanted = (total // max(num_programs, 1)).clamp(max=MAX_ITEM_BYTES)
-    return torch.maximum(wanted, largest // (MAX_SPLITS // 4))[of_sequence]
+    return torch.maximum(wanted, largest // (MAX_SPLITS // 2))[of_sequence]
 
 
 @cache
@@ -149,26 +146,22 @@ def _row_bytes(head_dim: int) -> Tensor:
 def _zone_items(
     channels: Tensor, tokens: Tensor, head_dim: int, item_bytes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs of full token blocks with one V width (a block with two widths is in an item of each), and the
-    rest's fields.
+    """Runs of tiles with one V width; a tile with two widths is in an item of each.
 
     Args: channels, tokens: int64 `[E, 4]`, counts by width; item_bytes: int64 `[E]` or one for all.
-    Returns: int64 `[E, 5]`, for each V width and the tail: number of items, first block (of the tail: field),
-        the one after the last, how many an item has.
+    Returns: int64 `[E, 4]`, by V width: number of items, first tile, tile after the last, tiles per item.
     """
     ends = tokens.cumsum(1)
-    full = ends[:, -1:] // BLOCK_TOKENS
-    first = (ends - tokens) // BLOCK_TOKENS
-    last = torch.minimum((ends + BLOCK_TOKENS - 1) // BLOCK_TOKENS, full)
-    key_bytes = BLOCK_TOKENS * (channels * _WIDTHS).sum(1, keepdim=True) // 8
-    block_bytes = key_bytes + BLOCK_TOKENS * _row_bytes(head_dim)
-    per_item = (item_bytes.view(-1, 1) // block_bytes.clamp(min=1)).clamp(min=1)
-    counts = torch.where(tokens > 0, (last - first + per_item - 1) // per_item, 0).clamp(min=0)
-    rest = ends[:, -1:] % BLOCK_TOKENS
-    lanes = ((rest + 7) // 8).clamp(min=1)
-    fields = (rest + lanes - 1) // lanes
-    tails = (fields + TAIL_FIELDS - 1) // TAIL_FIELDS, torch.zeros_like(rest), fields
-    tail_of_item = torch.full_like(rest, TAIL_FIELDS)
-    beside = zip((counts, first, last, per_item), (*tails, tail_of_item), strict=True)
-    counts, first, last, per_item = (torch.cat(its, 1) for its in beside)
+    full = ends[:, -1:] // BLOCK_TOKENS * BLOCK_TOKENS
+    # the short block's first tile has four fields, too, of as many lanes as the block has
+    short = (ends[:, -1:] - full + 7) // 8 * 4
+
+    def tile_of(token: Tensor) -> Tensor:
+        return torch.where(token < full, token, full + (token - full >= short) * TILE_TOKENS) // TILE_TOKENS
+
+    first, last = tile_of(ends - tokens), tile_of((ends - 1).clamp(min=0)) + 1
+    tile_bytes = (channels * _WIDTHS).sum(1, keepdim=True) * (TILE_TOKENS // 8)
+    tile_bytes = tile_bytes + TILE_TOKENS * _row_bytes(head_dim)
+    per_item = ((item_bytes.view(-1, 1) + tile_bytes - 1) // tile_bytes).clamp(min=1)
+    counts = torch.where(tokens > 0, (last - first + per_item - 1) // per_item, 0)
     return counts, first, last, per_item

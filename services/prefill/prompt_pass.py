@@ -401,7 +401,7 @@ class PromptPass:
         begin_s = self._clock()
         if self._num_draft:
             waiting = WaitingLayer(
-                inputs=replace(inputs, queries=inputs.queries.clone()), variance=0.0, scores=None
+                inputs=replace(inputs, queries=inputs.queries.clone()), variance=None, scores=None
             )
         else:
             self._pauses.allowed = True

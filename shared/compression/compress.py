@@ -59,12 +59,12 @@ class WaitingLayer:
 
     Attributes:
         inputs: K and V, accumulated attention, no queries.
-        variance: F_l of D2O's equation 4.
+        variance: F_l of D2O's equation 4, `[]`; None where the layer shares no rows.
         scores: float32 `[H_kv, T]`; None if the scorer needs the number of rows first.
     """
 
     inputs: LayerInputs
-    variance: float
+    variance: Tensor | None
     scores: Tensor | None
 
 
@@ -73,7 +73,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     if inputs.layer not in sharing_layers(resolved):
-        return WaitingLayer(inputs=_without_queries(inputs), variance=0.0, scores=None)
+        return WaitingLayer(inputs=_without_queries(inputs), variance=None, scores=None)
     inputs = inputs.with_sums()
     assert inputs.sums is not None
     scores, made = None, make_scorer(scorer, rows=resolved.layers[inputs.layer].rows)
@@ -88,7 +88,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
 
 def allocate_waiting(resolved: ResolvedPlan, waiting: Iterable[WaitingLayer]) -> ResolvedPlan:
     """As `allocate_rows`. Args: waiting: all layers that attend."""
-    variances = {its.inputs.layer: its.variance for its in waiting}
+    variances = {its.inputs.layer: float(its.variance) for its in waiting if its.variance is not None}
     return allocate_rows(resolved, [variances.get(layer, 0.0) for layer in range(len(resolved.layers))])
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Sketch = Literal["gaussian", "srht", "none"]
@@ -21,6 +22,7 @@ there are outliers."""
 RIDGE = SINGULAR_TOLERANCE**2
 """What is added to the Gram matrix's diagonal, relative to its largest entry: directions with eigenvalues far
 below it count as zero."""
+RUN_ROWS = 512
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -64,8 +66,7 @@ def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
     Args: rows: X, float32 `[H_kv, T, k]`, T > k. Returns: float32 `[H_kv, T]`.
     """
     if solver == "gram":
-        exact = rows.double()
-        gram = exact.mT @ exact
+        gram = _gram(rows)
         diagonal = gram.diagonal(dim1=1, dim2=2)
         diagonal += (RIDGE * diagonal.amax(dim=1, keepdim=True)).clamp_min(_LEAST)
         # errors are not asked for, which would wait for the device; NaN stays in its head
@@ -81,6 +82,17 @@ def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
     vectors, singular_values, _ = torch.linalg.svd(triangle)
     kept = singular_values > SINGULAR_TOLERANCE * singular_values[:, :1]
     return _squared_norms(basis @ (vectors * kept[:, None]))
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """`X^T X` in float64, `[H_kv, k, k]`.
+
+    A sum of runs of rows, because a GPU gives a product with few columns one program a head, however many
+    rows there are.
+    """
+    num_heads, num_rows, num_columns = rows.shape
+    runs = F.pad(rows, (0, 0, 0, -num_rows % RUN_ROWS)).double().view(num_heads, -1, RUN_ROWS, num_columns)
+    return (runs.mT @ runs).sum(dim=1)
 
 
 def _squared_norms(rows: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from kvferry.shared.model.adapters.decoder import decoder_of
 
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
+Angles = Literal["halves", "interleaved", "once"]
+"""Where the embedding gives a pair's angle: at both its channels, or once."""
 
 _ROTARY = ("rotary_emb", "pos_emb")
 """Names of a decoder's rotary embedding."""
@@ -38,7 +40,8 @@ class KeyRotation:
         rotary: the model's rotary embedding module; None if it has none.
         rotated: the layers whose keys are rotated at all.
         layer_types: one per layer if the embedding depends on it, else None.
-        angles, channels: layouts of the embedding's cosines and of the channels they apply to.
+        angles, channels: layouts of the embedding's cosines and of the channels they apply to. They are known
+            from the start, because to look at a layer's cosines would be to wait for the device.
         is_reversed: whether angles count the other way round.
         first_channel: the first rotated one; latent rows have their rotary channels last.
     """
@@ -49,7 +52,7 @@ class KeyRotation:
         *,
         rotated: Set[int],
         layer_types: Sequence[str] | None,
-        angles: Layout,
+        angles: Angles,
         channels: Layout,
         is_reversed: bool,
         first_channel: int = 0,
@@ -59,7 +62,7 @@ class KeyRotation:
         self._first = first_channel
         self._rotated = rotated
         self._layer_types = layer_types
-        self._angles: Layout = angles
+        self._angles: Angles = angles
         self._channels: Layout = channels
 
     def undo(self, layer: int, keys: Tensor) -> Tensor:
@@ -69,8 +72,9 @@ class KeyRotation:
         assert self._rotary is not None, "keys are rotated without a rotary embedding"
         layer_type = None if self._layer_types is None else self._layer_types[layer]
         cos, sin = _cos_sin(self._rotary, keys, layer_type)
-        width = cos.shape[1]
-        cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
+        if self._angles != "once":
+            cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
+        width = 2 * cos.shape[1]
         # c^2 + s^2 is the squared attention factor; in half precision this also corrects their rounding.
         norm = cos.square() + sin.square()
         cos, sin = cos / norm, self._sign * sin / norm
@@ -113,10 +117,11 @@ def find_key_rotation(
         layer_types = model.config.get_text_config().layer_types
     first = min(rotated)
     cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
-    if not 2 <= cos.shape[1] <= keys[first].shape[2] - first_channel or cos.shape[1] % 2:
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    angles: Angles = next((its for its in layouts if _is_twice(cos, its)), "once")
+    width = 2 * cos.shape[1] if angles == "once" else cos.shape[1]
+    if not 2 <= width <= keys[first].shape[2] - first_channel or width % 2:
         return None
-    angles: Layout = "halves" if torch.equal(*_pairs(cos, "halves")) else "interleaved"
-    layouts: tuple[Layout, ...] = ("halves", "interleaved")
     for channels, is_reversed in itertools.product(layouts, (False, True)):
         rotation = KeyRotation(
             rotary,
@@ -133,17 +138,19 @@ def find_key_rotation(
 
 
 def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    """float32 `[T, R]` each, at positions 0 to T - 1, rounded as in the dtype of the keys."""
-    # at position 0 alone, it would not show how often each angle is given
-    positions = torch.arange(max(keys.shape[1], 2), device=keys.device)[None]
+    """float32 `[T, R]` each, or `[T, R / 2]`, at positions 0 to T - 1, rounded as in the keys' dtype."""
+    positions = torch.arange(keys.shape[1], device=keys.device)[None]
     arguments = () if layer_type is None else (layer_type,)
     angles = rotary(keys.new_empty(1), positions, *arguments)
     if isinstance(angles, Tensor):  # Llama 4's are complex numbers, one for each pair of channels
-        angles = (angles.real.repeat_interleave(2, -1), angles.imag.repeat_interleave(2, -1))
+        return angles[0].real.float(), angles[0].imag.float()
     cos, sin = (its[0].float() for its in angles)
-    if not any(torch.equal(*_pairs(cos, layout)) for layout in get_args(Layout)):
-        cos, sin = (torch.cat([its, its], 1) for its in (cos, sin))  # one angle for each pair (gpt-oss)
-    return cos[: keys.shape[1]], sin[: keys.shape[1]]
+    return cos, sin
+
+
+def _is_twice(angles: Tensor, layout: Layout) -> bool:
+    """Whether each pair's angle is at both its channels in this layout."""
+    return angles.shape[1] % 2 == 0 and torch.equal(*_pairs(angles, layout))
 
 
 def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvferry.shared.errors import KvferryError
@@ -20,7 +21,7 @@ LOWEST_RETENTION = 0.01
 _ROUNDING = 1e-6
 
 
-def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> float:
+def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> Tensor:
     """F_l of one layer (Eq. 4): the mean over query heads of the variance of the head's column sums.
 
     Deviation: the paper shows one head; the mean over query heads is from the authors' code. With "minmax"
@@ -28,12 +29,14 @@ def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mea
     all are equal.
 
     Args: variances: float32 `[H_kv, G]`, from `kernels.column_sums`.
+    Returns: float64 `[]`, where `variances` are: nothing waits for it.
     """
     per_head = variances.double()
     if normalisation == "minmax":
         low, high = per_head.min(), per_head.max()
-        per_head = (per_head - low) / (high - low) if high > low else per_head * 0
-    return float(per_head.mean())
+        # low - low where all are equal; NaN stays
+        per_head = (per_head - low) / torch.where(high == low, 1.0, high - low)
+    return per_head.mean()
 
 
 def layer_retentions(

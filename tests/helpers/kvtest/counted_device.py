@@ -29,7 +29,7 @@ _FREE = (
     "lift_fresh",
 )
 """Operators that allocate or make a view, beside those whose schema says that they do."""
-_READS = (
+READS = (
     "_local_scalar_dense",
     "nonzero",
     "masked_select",
@@ -134,7 +134,7 @@ class Counting(TorchDispatchMode):
             to_host = bool(wrappers) and not on_device
         if name == "_to_copy" and target is not None and not wrappers and target == DEVICE:
             name = "host_to_device"
-        if to_host or (wrappers and (name in _READS or _selects_by_mask(function, args))):
+        if to_host or (wrappers and (name in READS or _selects_by_mask(function, args))):
             self.reads[name] += 1
         if (wrappers or on_device) and name not in _FREE and not _is_view(function):
             self.launches[name] += 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvferry.kernels.trizone import codes
-from kvferry.kernels.trizone.codes import code_of, half_of, high_byte
+from kvferry.kernels.trizone.codes import code_of, high_byte, unpacked
 
 Words = NDArray[np.uint32]
 ALL = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
@@ -31,15 +31,9 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     return out
 
 
-def _sub_halves(a: Words, b: Words) -> Words:
-    return (a.view(np.float16) - b.view(np.float16)).view(np.uint32)
-
-
 _INSTRUCTIONS: dict[str, Any] = {
     "shr.b32": lambda a, b: a >> b,
     "lop3.b32": _lop3,
-    "mov.b32": lambda a: a,
-    "sub.rn.f16x2": _sub_halves,
 }
 
 
@@ -62,22 +56,41 @@ def run(assembly: Any, words: Tensor) -> Tensor:
 
 
 @triton.jit
-def _plain_kernel(word_ptr, half_ptr, code_ptr, high_ptr, MASK: tl.constexpr, BLOCK: tl.constexpr):
+def _plain_kernel(word_ptr, code_ptr, high_ptr, MASK: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     words = tl.load(word_ptr + i)
-    tl.store(half_ptr + i, half_of(words, MASK, False))
     tl.store(code_ptr + i, code_of(words, MASK, False))
     tl.store(high_ptr + i, high_byte(words, False))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_word_s_code_is_that_of_the_plain_branch(mask: int) -> None:
-    halves, unpacked = torch.empty(2, 1 << 16, dtype=torch.float16)
+    unpacked_codes = torch.empty(1 << 16, dtype=torch.float16)
     high = torch.empty_like(ALL)
-    _plain_kernel[(1,)](ALL, halves, unpacked, high, MASK=mask, BLOCK=1 << 16)
-    assert torch.equal(run(codes._half_assembly(mask), ALL).view(torch.float16), halves)
-    assert torch.equal(run(codes._code_assembly(mask), ALL).view(torch.float16), unpacked)
+    _plain_kernel[(1,)](ALL, unpacked_codes, high, MASK=mask, BLOCK=1 << 16)
+    lowest = mask & -mask
+    expected = (ALL.int() & mask) // lowest
+    assert torch.equal(unpacked_codes.float(), expected.float())
+    halves = run(codes._half_assembly(mask), ALL).view(torch.float16).float()
+    assert torch.equal(halves, 1 + expected * lowest / 1024)
     # the high byte of the result is undefined
     assert torch.equal(run(codes._SHIFT, ALL) & 255, high & 255)
-    code = (ALL.int() & mask).float() / 1024
-    assert torch.equal(unpacked.float(), code)
+
+
+@triton.jit
+def _unpack_kernel(word_ptr, code_ptr, WIDTH: tl.constexpr, COUNT: tl.constexpr, M: tl.constexpr):
+    at = tl.arange(0, M)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    codes = unpacked(tl.load(word_ptr + at), WIDTH, False)
+    tl.store(code_ptr + at[:, :, None] * COUNT + tl.arange(0, COUNT)[None, None, :], codes)
+
+
+@pytest.mark.parametrize(("width", "count"), [(2, 8), (4, 4), (8, 2), (16, 1)])
+def test_a_word_s_codes_are_in_their_order(width: int, count: int) -> None:
+    result = torch.empty((1 << 16) * count, dtype=torch.float16)
+    _unpack_kernel[(1,)](ALL, result, WIDTH=width, COUNT=count, M=256)
+    if width == 16:
+        assert torch.equal(result.view(torch.int16), ALL)
+    else:
+        shifts = torch.arange(count) * width
+        expected = (ALL.int()[:, None] >> shifts) & ((1 << width) - 1)
+        assert torch.equal(result, expected.flatten().half())

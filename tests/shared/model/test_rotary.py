@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from kvtest import tiny_models
+from kvtest.counted_device import READS
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.bridge import TransformersModel
@@ -140,6 +143,26 @@ def test_half_precision_keys_come_back_within_their_rounding(
     for layer, pre_rope in enumerate(observer.pre_rope):
         expected = projections.keys(layer).float()
         assert (pre_rope - expected).norm() <= tolerance * expected.norm()
+
+
+class Called(TorchDispatchMode):
+    """Attributes: names: of the operators that are called while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **kwargs or {})
+
+
+def test_to_undo_a_rotation_the_host_waits_for_nothing(tiny_model_dir: TinyModelDir) -> None:
+    model = load_model(tiny_model_dir("llama"), device="cpu")
+    with torch.inference_mode(), Called() as called:
+        model.pre_rope_keys(0, torch.randn(model.spec.num_kv_heads, 33, model.spec.head_dim))
+    assert called.names
+    assert not called.names.intersection(READS)
 
 
 def test_a_single_token_has_its_key(tiny_model_dir: TinyModelDir) -> None:
