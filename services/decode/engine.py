@@ -481,6 +481,8 @@ class DecodeEngine:
         try:
             if (error := step.error(slot)) is not None:
                 raise error
+            if not is_valid and (refusal := sequence.sampler.refusal()).reason != "invalid_logits":
+                raise refusal  # the grammar's doing, and no kernel's
             if not is_valid or launched.shadowed is sequence:
                 logits = self._second_opinion(sequence, slot, bool(is_valid))
                 if logits is not None:

@@ -253,6 +253,7 @@ class DecodeService:
     async def close(self) -> None:
         """Fail all requests, free all memory and end the threads. Idempotent."""
         self._closed = True
+        await self._grammars.close()
         await asyncio.to_thread(self._close_threads)
 
     async def generate(
@@ -394,7 +395,10 @@ class DecodeService:
             for plan, layout in zip(plans, layouts, strict=True)
         ]
         grammar = request.sampling.grammar
-        matcher = await asyncio.to_thread(self._grammars.matcher, grammar) if grammar is not None else None
+        matcher = None
+        if grammar is not None:
+            await self._grammars.check(grammar, request.owner)
+            matcher = await asyncio.to_thread(self._grammars.matcher, grammar)
         sampler = SequenceSampler(
             request.sampling,
             request.prompt_token_ids,

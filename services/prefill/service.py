@@ -178,6 +178,7 @@ class PrefillService:
             self._sweeper = None
         for job in tuple(self._jobs):
             job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
+        await self._grammars.close()
         await asyncio.to_thread(self._close_threads)
 
     def _close_threads(self) -> None:
@@ -206,11 +207,10 @@ class PrefillService:
         self._validate(request)
         deadline_s = self._clock() + timeout_s
         grammar, num_matchers = request.sampling.grammar, 1 + len(request.siblings)
-        matchers = (
-            [await asyncio.to_thread(self._grammars.matcher, grammar) for _ in range(num_matchers)]
-            if grammar is not None
-            else ()
-        )
+        matchers = []
+        if grammar is not None:
+            await self._grammars.check(grammar, request.owner)
+            matchers = [await asyncio.to_thread(self._grammars.matcher, grammar) for _ in range(num_matchers)]
         job = PrefillJob(
             request,
             self._model.spec,

@@ -35,6 +35,7 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
+from kvferry.services.router.http.hosts import HostCheck
 from kvferry.services.router.http.middleware import (
     LimitsMiddleware,
     PlainRequestMiddleware,
@@ -151,6 +152,7 @@ def create_app(
             await asyncio.gather(*loops, return_exceptions=True)
             await tasks.close(config.shutdown_timeout_s)
             await services.sessions.close()
+            await services.prompts.close()
             if limits is not None:
                 await limits.close()
             await asyncio.gather(prefill.close(), decode.close())
@@ -189,6 +191,7 @@ def create_app(
         owner=app.state.auth.owner,
         limits=limits,
         origins=origins,
+        check_host=_host_check(config, app.state.auth),
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.read_timeout_s,
@@ -205,6 +208,12 @@ def create_app(
             expose_headers=["x-ignored-fields", "x-request-id", "retry-after"],
         )
     return app
+
+
+def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
+    # over TLS, a page elsewhere has no certificate for its name here
+    plain = not config.tls_cert
+    return HostCheck(lambda: plain and auth.is_open("chat"), split_list(config.allowed_hosts), config.listen)
 
 
 def session_store(

@@ -74,6 +74,11 @@ class RouterConfig(StoredSettings):
         description="origins whose pages may use the API from a browser, comma-separated; * for any; empty: "
         "none",
     )
+    allowed_hosts: Annotated[str, ACCESS] = Field(
+        "",
+        description="names that requests without keys over plain HTTP may have for this server, beside "
+        "addresses and names that only a local network has, comma-separated; * for any",
+    )
     strict_fields: Annotated[bool, ACCESS] = Field(
         False, description="refuse requests with fields that are unknown here, in place of naming them"
     )

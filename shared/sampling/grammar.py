@@ -7,7 +7,6 @@ compiled is shared by the services of a process.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,22 +18,17 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.sampling.grammar_checks import GrammarChecks
+from kvferry.shared.sampling.grammar_source import compiled, first_line
 from kvferry.shared.sampling.params import Grammar
-from kvferry.shared.sampling.schemas import guided_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from kvferry.shared.model.tokenizer import ChatTokenizer
 
-MAX_GRAMMAR_CHARACTERS = 1 << 18
 _MAX_COMPILED = 256
 """Of a vocabulary; the most recently used are cached."""
-_MAX_SYMBOLS = 100_000
-_MAX_LEXER_STATES = 50_000
-"""Of 1 to 2 KB each."""
-_ASCII_CLASSES = "dws"
-r"""What `\d`, `\w` and `\s` match in regular expressions: ASCII, as JSON Schema has it."""
 
 _BLOCKED_BY_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
@@ -64,7 +58,7 @@ class TokenMatcher:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
             raise KvferryError(
-                f"the grammar cannot be followed: {_first_line(self._matcher)}", reason="grammar_limit"
+                f"the grammar cannot be followed: {first_line(self._matcher)}", reason="grammar_limit"
             )
         blocked = np.take(_BLOCKED_BY_BYTE, self._bits.view(np.uint8), axis=0, mode="clip")
         return torch.from_numpy(blocked).view(-1)[: self._vocab_size]
@@ -76,7 +70,7 @@ class TokenMatcher:
         """
         if not self._matcher.consume_token(token_id):
             raise KvferryError(
-                f"the grammar does not allow token {token_id} here: {_first_line(self._matcher)}",
+                f"the grammar does not allow token {token_id} here: {first_line(self._matcher)}",
                 reason="grammar_mismatch",
             )
 
@@ -96,6 +90,9 @@ class GrammarCompiler:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._checks = GrammarChecks(
+            lambda: self._load_tokenizer().for_grammars(), vocab_size, self._eos_token_ids
+        )
 
     def matcher(self, grammar: Grammar | None) -> TokenMatcher | None:
         """A matcher at the grammar's beginning; None for None.
@@ -106,14 +103,16 @@ class GrammarCompiler:
             return None
         return TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size)
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises: InvalidRequest: as `matcher`, or no token can begin what the grammar allows."""
-        try:
-            blocked = TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size).blocked()
-        except KvferryError as error:
-            raise InvalidRequest(error.message) from None
-        if blocked.isinf().all():
-            raise InvalidRequest("no token of the model's vocabulary can begin it")
+    async def check(self, grammar: Grammar, owner: str = "") -> None:
+        """Try a client's grammar where it can harm nobody, before `matcher` gets it.
+
+        Raises: InvalidRequest: as `matcher`, or no token can begin what the grammar allows; CapacityExceeded.
+        """
+        await self._checks.check(grammar, owner)
+
+    async def close(self) -> None:
+        """End the processes in which grammars are tried. Idempotent."""
+        await self._checks.close()
 
     @cached_property
     def _vocabulary(self) -> _Vocabulary:
@@ -136,9 +135,6 @@ class _Vocabulary:
 
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._limits = llguidance.LLParserLimits(
-            max_grammar_size=_MAX_SYMBOLS, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
-        )
         try:
             self._tokens = llguidance.LLTokenizer(tokenizer, vocab_size, list(eos_token_ids))
         except ValueError as error:
@@ -146,50 +142,13 @@ class _Vocabulary:
 
     def compiled(self, grammar: Grammar) -> LLMatcher:
         """A copy of the matcher at the grammar's beginning."""
-        from llguidance import LLMatcher
-
         with self._lock:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found.deep_copy()
-        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-            raise InvalidRequest(
-                f"it has {len(grammar.text)} characters; there may be {MAX_GRAMMAR_CHARACTERS}"
-            )
-        try:
-            matcher = LLMatcher(self._tokens, _source(grammar), log_level=0, limits=self._limits)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
-        if matcher.is_error():
-            raise InvalidRequest(_first_line(matcher))
+        matcher = compiled(self._tokens, grammar.kind, grammar.text)
         with self._lock:
             self._compiled[grammar] = matcher
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
-
-
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises: ValueError."""
-    from llguidance import LLMatcher, regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    match grammar.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(guided_json(json.loads(grammar.text)))
-        case "regex":
-            regex = regex_to_lark(grammar.text, _ASCII_CLASSES).replace("\n", r"\n")
-            return LLMatcher.grammar_from_lark(f"start: /{regex}/")
-        case "choice":
-            choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
-        case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
-        case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-
-
-def _first_line(matcher: LLMatcher) -> str:
-    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["unknown"])[0].removeprefix("error: ")[:300]

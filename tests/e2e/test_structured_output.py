@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from kvtest.stack import Stack, serving
@@ -246,3 +248,57 @@ def test_json_may_have_no_white_space(client: openai.OpenAI) -> None:
         if answer.choices[0].finish_reason == "stop":
             text = answer.choices[0].message.content or ""
             assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii="\\u" in text)
+
+
+def overlapping(number: int) -> dict[str, Any]:
+    """2 KB that take minutes and a gigabyte to compile."""
+    patterns = [f".*{chr(97 + i % 26)}.{{{i}}}" for i in range(40)]
+    one_of_all = [{"properties": {"x": {"type": "string", "pattern": pattern}}} for pattern in patterns]
+    return {"title": f"{number}", "allOf": one_of_all}
+
+
+def test_schemas_that_take_for_ever_keep_nobody_else_waiting(served: Stack) -> None:
+    """Of seven the clients leave at once, an eighth is refused in words; chats go on, with and without
+    structure."""
+    url = f"{served.base_url}/v1/chat/completions"
+    chat = {**ASK, "max_tokens": 3}
+
+    def body(number: int) -> dict[str, Any]:
+        return {**chat, "guided_json": overlapping(number)}
+
+    with ThreadPoolExecutor(8) as pool, httpx.Client(timeout=60) as plain:
+
+        def leave(number: int) -> None:
+            with contextlib.suppress(httpx.TimeoutException):
+                httpx.post(url, json=body(number), timeout=0.5, headers={"x-api-key": "hostile"})
+
+        leaving = [pool.submit(leave, number) for number in range(7)]
+        asked = pool.submit(httpx.post, url, json=body(7), timeout=60, headers={"x-api-key": "hostile"})
+        for number in range(4):
+            assert plain.post(url, json=chat).status_code == 200
+            other = {**chat, "guided_json": {"const": number}}
+            assert plain.post(url, json=other, headers={"x-api-key": "other"}).status_code == 200
+            assert plain.get(f"{served.base_url}/ready").status_code == 200
+        refused = asked.result(120)
+        assert all(its.result(120) is None for its in leaving)
+    assert refused.status_code == 400
+    assert "guided_json cannot be used" in refused.json()["error"]["message"]
+
+
+def test_a_schema_that_takes_the_stack_is_refused_and_nothing_ends(
+    served: Stack, client: openai.OpenAI
+) -> None:
+    links = {f"d{i}": {"properties": {"n": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1000)}
+    chain = {"$defs": {**links, "d1000": {}}, "$ref": "#/$defs/d0"}
+    deep = "[" * 100_000
+    for name, value in (
+        ("guided_json", chain),
+        ("guided_json", deep),
+        ("guided_grammar", "start: " + "(" * 9999),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"{name} cannot be used"):
+            client.chat.completions.create(**ASK, extra_body={name: value})
+    tool = {"type": "function", "function": {"name": "f", "parameters": chain}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**ASK, tools=[tool], tool_choice="required")
+    assert client.chat.completions.create(**{**ASK, "max_tokens": 2}).choices

@@ -177,7 +177,9 @@ class Completion:
         self._chosen = await services.plans.choose(
             compression, prompt.token_ids, self.model, answer_tokens=expected
         )
-        grammar = await services.prompts.grammar(request, self.model) if request.has_structure else None
+        grammar = (
+            await services.prompts.grammar(request, self.model, self.owner) if request.has_structure else None
+        )
         thinking = services.prompts.thinking_budget(request, prompt)
         turn = self._turn_request(record, prompt, named, self._chosen.plan, grammar, thinking)
         if lease is not None:

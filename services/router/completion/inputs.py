@@ -147,10 +147,13 @@ class PromptBuilder:
             shows_special=shows_special,
         )
 
-    async def grammar(self, request: ChatRequest | TextRequest, model: ModelSpec) -> Grammar | None:
+    async def grammar(
+        self, request: ChatRequest | TextRequest, model: ModelSpec, owner: str
+    ) -> Grammar | None:
         """What the answer must be.
 
-        Raises: InvalidRequest naming the field that asks for what cannot be had.
+        Raises: InvalidRequest naming the field that asks for what cannot be had; CapacityExceeded: too many
+            grammars of the owner are being tried.
         """
         asked = grammar_of(request)
         tools = request.called_tools if isinstance(request, ChatRequest) else []
@@ -163,13 +166,13 @@ class PromptBuilder:
                 grammar = await asyncio.to_thread(self._calls, request, tools)
             if grammar is None:
                 return None
-            await asyncio.to_thread(compiler.check, grammar)
+            await compiler.check(grammar, owner)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name} cannot be used: {error.message}", param=name) from None
         if isinstance(request, ChatRequest) and grammar.kind == "json_schema" and request.may_call:
             with contextlib.suppress(InvalidRequest):  # of tools that no grammar can call
                 either = await asyncio.to_thread(self._calls, request, request.shown_tools, grammar)
-                await asyncio.to_thread(compiler.check, either)
+                await compiler.check(either, owner)
                 grammar = either
         for other in ("ignore_eos", "min_tokens"):
             if getattr(request, other):
@@ -198,7 +201,7 @@ class PromptBuilder:
         tokenizer = self._tokenizer
         template = await asyncio.to_thread(lambda: tokenizer.response_template) or {"fields": {}}
         try:
-            await asyncio.to_thread(self._compiler(model).check, JSON_OBJECT)
+            await self._compiler(model).check(JSON_OBJECT)
             has_grammars = True
         except InvalidRequest:
             has_grammars = False
@@ -210,6 +213,11 @@ class PromptBuilder:
             "thinking": bool({"reasoning_content", "thinking"} & set(template["fields"])),
             "structured_outputs": has_grammars,
         }
+
+    async def close(self) -> None:
+        """End the processes in which grammars are tried. Idempotent."""
+        for compiler in self._grammars.values():
+            await compiler.close()
 
     def _compiler(self, model: ModelSpec) -> GrammarCompiler:
         key = model.vocab_size, model.eos_token_ids

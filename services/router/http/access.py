@@ -158,10 +158,10 @@ class KeyLimits:
                 reason="key_concurrency",
                 retry_after_s=self._ended.setdefault(owner, FreeingRate()).wait_s(1),
             )
-        await self._count(owner, "tokens", key.tokens_per_minute, 0)
-        await self._count(owner, "requests", key.requests_per_minute, 1)
-        self._running[owner] += 1
+        self._running[owner] += 1  # before the first wait, in which others of the key would pass the check
         try:
+            await self._count(owner, "tokens", key.tokens_per_minute, 0)
+            await self._count(owner, "requests", key.requests_per_minute, 1)
             yield
         finally:
             self._running[owner] -= 1

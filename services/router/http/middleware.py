@@ -218,13 +218,15 @@ def _request_id(headers: Headers) -> str:
 
 
 class LimitsMiddleware:
-    """Reads the whole body before the application gets the request, so that handlers never wait for a client.
-    The key is checked before: `scope["state"]["owner"]` is the caller of a POST.
+    """Reads the whole body of a POST before the application gets the request, so that handlers never wait for
+    a client. The key is checked before: `scope["state"]["owner"]` is the caller of a POST. Nobody reads the
+    body of another request: its key is checked later, and what is kept must be a caller's.
 
     Args:
         owner: the caller by a request's headers; raises where they have no accepted key.
         limits: of keys; None where there are none.
         origins: of other sites, whose pages may use the API; "*" is any.
+        check_host: raises where the request's host is not this server's.
 
     Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
         where the client left; CapacityExceeded where a queue has just refused the caller.
@@ -237,11 +239,13 @@ class LimitsMiddleware:
         owner: Callable[[Headers], str],
         limits: KeyLimits | None,
         origins: Collection[str],
+        check_host: Callable[[str], None],
         max_header_bytes: int,
         max_body_bytes: int,
         read_timeout_s: float,
     ) -> None:
         self._app = app
+        self._check_host = check_host
         self._origins = origins
         self._owner = owner
         self._limits = limits
@@ -256,10 +260,11 @@ class LimitsMiddleware:
             return
         self._check_head(scope)
         headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             _refuse_other_sites(headers, self._origins)
         if scope["method"] != "POST":
-            await self._handle(scope, headers, receive, send)
+            await self._app(scope, _without_body(receive), send)
             return
         owner = scope["state"]["owner"] = self._owner(headers)
         if self._limits is None:
@@ -277,16 +282,8 @@ class LimitsMiddleware:
             raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
         if self._limits is not None and body:
             await self._limits.count_bytes(scope["state"]["owner"], len(body))
-        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return pending.pop() if pending else await receive()
-
-        if scope["method"] != "POST":
-            await self._app(scope, replay, send)
-            return
         with self._refusals.around(scope["state"]["owner"], scope["path"]):
-            await self._app(scope, replay, send)
+            await self._app(scope, _with_body(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
         size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
@@ -323,6 +320,30 @@ class LimitsMiddleware:
         return PayloadTooLarge(
             f"The body has {size_bytes} bytes or more; at most {self._max_body_bytes} are allowed"
         )
+
+
+def _with_body(body: bytes, receive: Receive) -> Receive:
+    """What comes after a body, and the body before it."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replay
+
+
+def _without_body(receive: Receive) -> Receive:
+    """An empty body, and then the client's leaving; parts of a body that come are dropped."""
+    pending: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def replay() -> Message:
+        if pending:
+            return pending.pop()
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return replay
 
 
 class RecentRefusals:

@@ -4,6 +4,7 @@ import itertools
 import pkgutil
 
 import pytest
+import torch
 from kvtest.decode import oracle_ids
 from kvtest.lanes import some
 from kvtest.steps import ReplayingDevice
@@ -11,6 +12,7 @@ from kvtest.steps import ReplayingDevice
 from kvferry.kernels import quarantine
 from kvferry.services.decode import engine, step
 from kvferry.shared.errors import KvferryError
+from kvferry.shared.sampling import sampler
 
 LAUNCHES = {
     "dense_decode": ("dense_decode.triton_kernel.dense_decode_batch", {}),
@@ -158,6 +160,29 @@ async def test_a_capture_that_fails_twice_is_not_tried_again(interpreter, monkey
     assert len(captures) == 2
     assert made.value("decode_steps_total", path="eager", reason="capture_failed") == 7
     assert made.value("decode_captures_total") == 0
+
+
+@pytest.mark.timeout(900)
+async def test_a_grammar_that_allows_nothing_fails_its_own_sequence_and_no_kernel(
+    interpreter, monkeypatch, harness, request_of, small_model
+):
+    """Its masked logits have no finite maximum either, as those of a kernel that returns NaN."""
+    request = request_of(max_tokens=4)
+    expected = oracle_ids(small_model(), request)
+    made = await harness()
+    with monkeypatch.context() as dead_end:
+        error = KvferryError("the grammar allows no token at token 1", reason="grammar_dead_end")
+        dead_end.setattr(sampler.SequenceSampler, "refusal", lambda its: error)
+        draw = sampler.BatchSampler.sample
+        dead_end.setattr(
+            sampler.BatchSampler,
+            "sample",
+            lambda *args: (draw(*args)[0], torch.zeros(len(args[1]), dtype=torch.bool)),
+        )
+        with pytest.raises(KvferryError, match="allows no token"):
+            await made.tokens(request)
+    assert not quarantine.quarantined()
+    assert await made.tokens(request_of(request_id="next", max_tokens=4)) == expected
 
 
 @pytest.mark.covering(1)

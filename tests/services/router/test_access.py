@@ -119,6 +119,19 @@ async def test_requests_at_the_same_time_are_limited(start_stack: Any, write: An
             await asyncio.sleep(0.01)
 
 
+async def test_of_requests_at_the_same_time_no_more_run_while_redis_is_asked(
+    start_stack: Any, redis_server: Any, write: Any
+) -> None:
+    path = write(entry("a", "a", max_concurrent=2, requests_per_minute=1000))
+    stack = await start_stack(api_keys_file=path, history_redis=redis_server.url)
+    stack.script.may_decode.clear()
+    running = [asyncio.create_task(post(stack, "a")) for _ in range(24)]
+    await eventually(lambda: sum(its.done() for its in running) == 22)
+    stack.script.may_decode.set()
+    answers = await asyncio.gather(*running)
+    assert sorted(its.status_code for its in answers) == [200] * 2 + [429] * 22
+
+
 async def test_a_changed_file_is_read_and_a_broken_one_is_not_used(start_stack: Any, write: Any) -> None:
     stack = await start_stack(api_keys_file=write(entry("a", "a")), timing=TIMING)
     assert (await post(stack, "b")).status_code == 401

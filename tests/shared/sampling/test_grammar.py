@@ -1,6 +1,7 @@
 """Grammars compiled over a byte-level vocabulary: what they allow, their bounds, and their errors."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling import grammar as module
-from kvferry.shared.sampling.grammar import MAX_GRAMMAR_CHARACTERS, GrammarCompiler
+from kvferry.shared.sampling.grammar import GrammarCompiler
+from kvferry.shared.sampling.grammar_source import MAX_CHARACTERS
 from kvferry.shared.sampling.params import Grammar, SamplingParams
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
@@ -25,6 +27,16 @@ VOCAB = RAW.get_vocab_size() + 3  # as padded models have
 def compiler():
     tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=RAW), ENDS)
     return GrammarCompiler(lambda: tokenizer, VOCAB, ENDS)
+
+
+async def check(grammar, tokenizer=None, vocab_size=VOCAB):
+    """As a service does with a client's."""
+    tokenizer = tokenizer or ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=RAW), ENDS)
+    compiler = GrammarCompiler(lambda: tokenizer, vocab_size, ENDS)
+    try:
+        await compiler.check(grammar)
+    finally:
+        await compiler.close()
 
 
 def regex(text):
@@ -78,8 +90,8 @@ def test_at_the_end_only_ends_are_allowed_and_padding_never_is(compiler):
         (Grammar(kind="json_schema", text='{"type": "array"}'), "[\n  1\n]", "[" + " " * 60 + "1]"),
     ],
 )
-def test_each_kind_allows_its_texts_and_no_others(compiler, grammar, right, wrong):
-    compiler.check(grammar)
+async def test_each_kind_allows_its_texts_and_no_others(compiler, grammar, right, wrong):
+    await check(grammar)
     assert accepts(compiler, grammar, right)
     assert not accepts(compiler, grammar, wrong)
 
@@ -89,25 +101,28 @@ def test_each_kind_allows_its_texts_and_no_others(compiler, grammar, right, wron
     [
         (regex("("), "unclosed group"),
         (regex("(?=a)b"), "look-around"),
-        (regex("x" * (MAX_GRAMMAR_CHARACTERS + 1)), "262145 characters; there may be 262144"),
+        (regex("x" * (MAX_CHARACTERS + 1)), "262145 characters; there may be 262144"),
         (Grammar(kind="json_schema", text="{"), "line 1"),
         (Grammar(kind="json_schema", text='{"type": "bogus"}'), "Invalid type: bogus"),
         (Grammar(kind="json_schema", text='{"not": {"type": "null"}}'), 'Unimplemented keys: ["not"]'),
         (Grammar(kind="grammar", text="start: x"), 'unknown name: "x"'),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_words(compiler, grammar, message):
+async def test_what_cannot_be_followed_is_refused_in_words(compiler, grammar, message):
     with pytest.raises(InvalidRequest) as refused:
-        compiler.check(grammar)
+        await check(grammar)
+    with pytest.raises(InvalidRequest, match=re.escape(refused.value.message)):
+        compiler.matcher(grammar)
     assert message in refused.value.message
     assert len(refused.value.message) < 400
     assert "\n" not in refused.value.message
 
 
-def test_a_tokenizer_of_whole_words_is_refused_in_words():
+async def test_a_tokenizer_of_whole_words_is_refused_in_words():
     words = ChatTokenizer.load(DEMO_MODEL)
-    with pytest.raises(InvalidRequest, match="tokenizer has no structured output"):
-        GrammarCompiler(lambda: words, 704, (6,)).check(regex("a"))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="tokenizer has no structured output"):
+            await check(regex("a"), words, 704)
 
 
 def test_compiled_grammars_are_shared_by_key_and_their_matchers_are_not(compiler, monkeypatch):
@@ -115,7 +130,7 @@ def test_compiled_grammars_are_shared_by_key_and_their_matchers_are_not(compiler
     one.accept(RAW.token_to_id("a"))
     assert "b" in allowed_texts(one)
     assert "b" not in allowed_texts(other)
-    monkeypatch.setattr(module, "_source", lambda grammar: pytest.fail("it is compiled already"))
+    monkeypatch.setattr(module, "compiled", lambda *grammar: pytest.fail("it is compiled already"))
     again = GrammarCompiler(compiler._load_tokenizer, VOCAB, ENDS)
     assert allowed_texts(again.matcher(regex("ab+c?"))) == allowed_texts(other)
     assert compiler.matcher(None) is None

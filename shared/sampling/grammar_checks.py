@@ -1,0 +1,221 @@
+"""Tries grammars of clients in other processes, before anything else compiles them.
+
+    check ──► known? ──► the caller's queue ──► a child in turn ──► its answer, or its end
+                                                   └── too long, or the caller leaves: ended, begun anew
+
+A grammar can take minutes, gigabytes or the stack of what compiles it; no limit of the compiler's own bounds
+that. Callers take turns, and one alone never has all children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvferry.shared.errors import CapacityExceeded, InvalidRequest, Overloaded
+from kvferry.shared.sampling import grammar_child
+from kvferry.shared.sampling.params import Grammar
+
+NUM_CHILDREN = 2
+MAX_WAITING = 32
+"""Of one caller's grammars."""
+START_S, CHECK_S = 60.0, 20.0
+"""Until a child has read the vocabulary, and for one grammar, whose processor time is bounded, too."""
+_MAX_KNOWN = 4096
+_PACKAGES = str(Path(__file__).parents[3])
+
+
+class GrammarChecks:
+    """For one event loop.
+
+    Args:
+        load_tokenizer: makes the text of `tokenizer.json` as grammars need it; called once, in a thread.
+        vocab_size, eos_token_ids: of the model.
+    """
+
+    def __init__(
+        self, load_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocabulary = vocab_size, tuple(eos_token_ids)
+        self._greeting: bytes | None = None
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+        """By grammar: why it cannot be used."""
+        self._idle: list[_Child] = []
+        self._num_children = 0
+        self._running: Counter[str] = Counter()
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """Who waits, by caller; the caller whose turn is next comes first."""
+
+    async def check(self, grammar: Grammar, owner: str = "") -> None:
+        """Raises: InvalidRequest: it is not valid, too large, or cannot be compiled within the bounds;
+        CapacityExceeded: too many of the caller's are waiting."""
+        key = hashlib.sha256(json.dumps((grammar.kind, grammar.text)).encode()).digest()
+        if key not in self._known:
+            async with self._turn(owner) as child:
+                # another request may have asked meanwhile
+                if key not in self._known:
+                    self._remember(key, await child.ask(grammar.kind, grammar.text))
+        self._known.move_to_end(key)
+        if (error := self._known[key]) is not None:
+            raise InvalidRequest(error)
+
+    async def close(self) -> None:
+        """End all children. Idempotent."""
+        while self._idle:
+            await self._idle.pop().end()
+
+    def _remember(self, key: bytes, error: str | None) -> None:
+        self._known[key] = error
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    @asynccontextmanager
+    async def _turn(self, owner: str) -> AsyncIterator[_Child]:
+        await self._wait(owner)
+        child = self._idle.pop() if self._idle else _Child()
+        try:
+            if not child.is_running:
+                await child.end()
+                await child.start(await self._hello())
+            yield child
+        except BaseException:
+            # what it works on is not wanted any more, or it has ended
+            await asyncio.shield(child.end())
+            raise
+        else:
+            self._idle.append(child)  # ended or not: it is started when it is needed
+        finally:
+            self._num_children -= 1
+            self._running[owner] -= 1
+            self._admit()
+
+    async def _wait(self, owner: str) -> None:
+        queue = self._queues.setdefault(owner, deque())
+        if len(queue) >= MAX_WAITING:
+            raise CapacityExceeded(
+                f"{len(queue)} grammars of this key are waiting to be compiled; at most {MAX_WAITING} may",
+                reason="grammars",
+                retry_after_s=1.0,
+            )
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(place)
+        self._admit()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # its turn had come
+                self._num_children -= 1
+                self._running[owner] -= 1
+                self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Give free children to those whose turn it is."""
+        while self._num_children < NUM_CHILDREN:
+            # one is left for others
+            turn = next(
+                (
+                    owner
+                    for owner, queue in self._queues.items()
+                    if queue and self._running[owner] < max(NUM_CHILDREN - 1, 1)
+                ),
+                None,
+            )
+            if turn is None:
+                break
+            place = self._queues[turn].popleft()
+            if place.done():
+                continue
+            self._queues.move_to_end(turn)
+            self._num_children += 1
+            self._running[turn] += 1
+            place.set_result(None)
+        for owner in [owner for owner, queue in self._queues.items() if not queue]:
+            del self._queues[owner]
+            if not self._running[owner]:
+                del self._running[owner]
+
+    async def _hello(self) -> bytes:
+        if self._greeting is None:
+            text = await asyncio.to_thread(self._load_tokenizer)
+            vocab_size, eos_token_ids = self._vocabulary
+            self._greeting = grammar_child.framed((text, vocab_size, eos_token_ids))
+        return self._greeting
+
+
+class _Child:
+    """One process. A child that has not started, or has ended, can be started."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_running(self) -> bool:
+        if self._process is None or self._process.returncode is not None:
+            return False
+        try:  # it may have ended since the event loop looked
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    async def start(self, hello: bytes) -> None:
+        paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvferry.shared.sampling.grammar_child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        try:
+            async with asyncio.timeout(START_S):
+                error = await self._answer_to(hello)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            raise Overloaded("The process that compiles grammars did not start", retry_after_s=1.0) from error
+        if error is not None:
+            raise InvalidRequest(error)
+
+    async def ask(self, kind: str, text: str) -> str | None:
+        """Why a grammar cannot be used; None if it can. The process may have ended then.
+
+        Raises: InvalidRequest: there is no answer in time, which may be this machine's fault.
+        """
+        try:
+            async with asyncio.timeout(CHECK_S):
+                return await self._answer_to(grammar_child.framed((kind, text)))
+        except TimeoutError:
+            raise InvalidRequest(f"it did not compile within {CHECK_S:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.end()
+            return "it takes too much time, memory or depth to compile"
+
+    async def end(self) -> None:
+        """Kill the process, if it runs."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def _answer_to(self, message: bytes) -> str | None:
+        assert self._process is not None, "it was started"
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None, "it is a pipe"
+        assert stdout is not None, "it is a pipe"
+        stdin.write(message)
+        await stdin.drain()
+        head = await stdout.readexactly(grammar_child.LENGTH.size)
+        answer = json.loads(await stdout.readexactly(grammar_child.LENGTH.unpack(head)[0]))
+        return None if answer is None else str(answer)

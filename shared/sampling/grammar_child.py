@@ -1,0 +1,94 @@
+"""The process in which a grammar is tried first: it may end, or be ended, and nobody else with it.
+
+    parent ──► vocabulary ──► error or null ──► (kind, text) ──► error or null ──► (kind, text) ...
+
+Messages are JSON with their length before them. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+import sys
+import threading
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<I")
+CPU_S = 5
+"""Of one grammar."""
+MEMORY_BYTES = 512 << 20
+"""Beyond what the process has when it has read the vocabulary."""
+STACK_BYTES = 4 << 20
+"""Of the thread that compiles: less than what threads of a service have, so what passes here passes there."""
+
+
+def read(stream: BinaryIO) -> Any:
+    """A message; None at the end."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    return json.loads(stream.read(LENGTH.unpack(head)[0]))
+
+
+def framed(message: Any) -> bytes:
+    """A message with its length before it."""
+    body = json.dumps(message).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def _write(message: Any) -> None:
+    sys.stdout.buffer.write(framed(message))
+    sys.stdout.buffer.flush()
+
+
+def _used_bytes() -> int:
+    """Of the address space."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _try(tokens: Any, kind: str, text: str) -> str | None:
+    """Why a grammar cannot be used; None if it can."""
+    # in the process that has its limits by now
+    from kvferry.shared.errors import InvalidRequest
+    from kvferry.shared.sampling.grammar_source import compiled, first_line
+
+    try:
+        matcher = compiled(tokens, kind, text)
+        mask = matcher.compute_bitmask()
+    except InvalidRequest as error:
+        return error.message
+    except MemoryError:
+        return "it takes too much memory"
+    if matcher.is_error():
+        return first_line(matcher)
+    return None if any(mask) else "no token of the model's vocabulary can begin it"
+
+
+def main() -> None:
+    """Try grammars until the input ends."""
+    import llguidance
+
+    tokenizer, vocab_size, eos_token_ids = read(sys.stdin.buffer)
+    try:
+        tokens = llguidance.LLTokenizer(tokenizer, vocab_size, list(eos_token_ids))
+    except ValueError as error:
+        _write(f"the model's tokenizer has no structured output: {error}")
+        return
+    _write(None)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _used_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    threading.stack_size(STACK_BYTES)
+    while (request := read(sys.stdin.buffer)) is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = int(usage.ru_utime + usage.ru_stime) + CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+        thread = threading.Thread(target=lambda tried: _write(_try(tokens, *tried)), args=(request,))
+        thread.start()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
