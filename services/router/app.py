@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,8 +36,8 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
-from kvferry.services.router.http.hosts import HostCheck
 from kvferry.services.router.http.middleware import (
+    HostCheck,
     LimitsMiddleware,
     PlainRequestMiddleware,
     RequestMiddleware,
@@ -212,8 +213,8 @@ def create_app(
 
 def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
     # over TLS, a page elsewhere has no certificate for its name here
-    plain = not config.tls_cert
-    return HostCheck(lambda: plain and auth.is_open("chat"), split_list(config.allowed_hosts), config.listen)
+    allowed = ["*"] if config.tls_cert else split_list(config.allowed_hosts)
+    return HostCheck(partial(auth.is_open, "chat"), allowed, config.listen)
 
 
 def session_store(

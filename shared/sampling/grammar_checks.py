@@ -162,6 +162,8 @@ class _Child:
     def is_running(self) -> bool:
         if self._process is None or self._process.returncode is not None:
             return False
+        if not hasattr(os, "waitid"):
+            return True
         try:  # it may have ended since the event loop looked
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         except ChildProcessError:

@@ -7,6 +7,7 @@ Messages are JSON with their length before them. The process ends with its input
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import struct
@@ -78,8 +79,9 @@ def main() -> None:
         return
     _write(None)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = _used_bytes() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with contextlib.suppress(OSError, ValueError):  # not every system says what is used, or bounds it
+        most = _used_bytes() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     threading.stack_size(STACK_BYTES)
     while (request := read(sys.stdin.buffer)) is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
