@@ -30,6 +30,7 @@ MAX_WAITING = 32
 START_S, CHECK_S = 60.0, 20.0
 """Until a child has read the vocabulary, and for one grammar, whose processor time is bounded, too."""
 _MAX_KNOWN = 4096
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
 _PACKAGES = str(Path(__file__).parents[3])
 
 
@@ -47,6 +48,8 @@ class GrammarChecks:
         self._load_tokenizer = load_tokenizer
         self._vocabulary = vocab_size, tuple(eos_token_ids)
         self._greeting: bytes | None = None
+        self._unusable: str | None = None
+        """Why the tokenizer allows no grammar at all; None if it does, or is not known."""
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By grammar: why it cannot be used."""
         self._idle: list[_Child] = []
@@ -58,6 +61,8 @@ class GrammarChecks:
     async def check(self, grammar: Grammar, owner: str = "") -> None:
         """Raises: InvalidRequest: it is not valid, too large, or cannot be compiled within the bounds;
         CapacityExceeded: too many of the caller's are waiting."""
+        if self._unusable is not None:
+            raise InvalidRequest(self._unusable)
         key = hashlib.sha256(json.dumps((grammar.kind, grammar.text)).encode()).digest()
         if key not in self._known:
             async with self._turn(owner) as child:
@@ -69,7 +74,7 @@ class GrammarChecks:
             raise InvalidRequest(error)
 
     async def close(self) -> None:
-        """End all children. Idempotent."""
+        """End the children that wait; one that works ends with its request. Idempotent."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -85,7 +90,9 @@ class GrammarChecks:
         try:
             if not child.is_running:
                 await child.end()
-                await child.start(await self._hello())
+                self._unusable = await child.start(await self._hello())
+            if self._unusable is not None:
+                raise InvalidRequest(self._unusable)
             yield child
         except BaseException:
             # what it works on is not wanted any more, or it has ended
@@ -94,9 +101,7 @@ class GrammarChecks:
         else:
             self._idle.append(child)  # ended or not: it is started when it is needed
         finally:
-            self._num_children -= 1
-            self._running[owner] -= 1
-            self._admit()
+            self._leave(owner)
 
     async def _wait(self, owner: str) -> None:
         queue = self._queues.setdefault(owner, deque())
@@ -112,11 +117,20 @@ class GrammarChecks:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # its turn had come
-                self._num_children -= 1
-                self._running[owner] -= 1
-                self._admit()
+            if place.cancelled():
+                with contextlib.suppress(ValueError):  # it waits no more
+                    queue.remove(place)
+            else:  # its turn had come
+                self._leave(owner)
             raise
+
+    def _leave(self, owner: str) -> None:
+        """Give a child back."""
+        self._num_children -= 1
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        self._admit()
 
     def _admit(self) -> None:
         """Give free children to those whose turn it is."""
@@ -133,7 +147,7 @@ class GrammarChecks:
             if turn is None:
                 break
             place = self._queues[turn].popleft()
-            if place.done():
+            if place.done():  # its caller is leaving
                 continue
             self._queues.move_to_end(turn)
             self._num_children += 1
@@ -141,8 +155,6 @@ class GrammarChecks:
             place.set_result(None)
         for owner in [owner for owner, queue in self._queues.items() if not queue]:
             del self._queues[owner]
-            if not self._running[owner]:
-                del self._running[owner]
 
     async def _hello(self) -> bytes:
         if self._greeting is None:
@@ -169,7 +181,13 @@ class _Child:
         except ChildProcessError:
             return False
 
-    async def start(self, hello: bytes) -> None:
+    async def start(self, hello: bytes) -> str | None:
+        """Start the process. Returns why its vocabulary allows no grammar; None if it does.
+
+        Raises: Overloaded: it did not start.
+        """
+        # it reads what clients wrote, so it gets none of the service's secrets
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -178,15 +196,13 @@ class _Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**inherited, "PYTHONPATH": paths},
         )
         try:
             async with asyncio.timeout(START_S):
-                error = await self._answer_to(hello)
+                return await self._answer_to(hello)
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             raise Overloaded("The process that compiles grammars did not start", retry_after_s=1.0) from error
-        if error is not None:
-            raise InvalidRequest(error)
 
     async def ask(self, kind: str, text: str) -> str | None:
         """Why a grammar cannot be used; None if it can. The process may have ended then.

@@ -13,6 +13,7 @@ import pytest
 from kvtest.text_models import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, Overloaded
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling import grammar_checks
@@ -153,6 +154,51 @@ async def test_a_caller_s_queue_is_bounded(checks: GrammarChecks, monkeypatch: p
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await asyncio.gather(*waiting)
+
+
+async def test_who_has_left_the_queue_takes_no_place_in_it(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 2)
+    first = asyncio.create_task(checks.check(overlapping(), "a"))
+    while not children():
+        await asyncio.sleep(0.01)
+    for number in range(6):
+        leaving = asyncio.create_task(checks.check(small(number), "a"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    waiting = asyncio.create_task(checks.check(small(9), "a"))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await waiting
+    assert not checks._running
+    assert not checks._queues
+
+
+async def test_a_vocabulary_without_grammars_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ChatTokenizer.load(DEMO_MODEL)
+    checks = GrammarChecks(words.for_grammars, 704, (6,))
+    start, started = grammar_checks._Child.start, []
+
+    async def counted(child: Any, hello: bytes) -> Any:
+        started.append(child)
+        return await start(child, hello)
+
+    monkeypatch.setattr(grammar_checks._Child, "start", counted)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="has no structured output"):
+            await checks.check(small(1))
+    assert len(started) == 1
+    await checks.close()
+
+
+async def test_a_child_gets_no_secret(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_API_KEYS", "secret")
+    await checks.check(small(1))
+    (child,) = children()
+    assert "secret" not in Path(f"/proc/{child}/environ").read_text()
 
 
 async def test_a_process_that_ends_is_started_anew(checks: GrammarChecks) -> None:
