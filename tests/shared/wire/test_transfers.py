@@ -246,13 +246,16 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     manifest = kit.make_manifest(rows=(40,), heads=2, dim=16)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=1000)
     sink.gate.clear()
-    transfer = kit.open_transfer(sender, server, manifest, timeout_s=0.2)
+    transfer = kit.open_transfer(sender, server, manifest)
+    until(lambda: manifest.key in sink.manifests)
+    transfer._timeout_s = 0.2
     with pytest.raises(TransferFailed, match="send buffer holds 1000 of at most 1000") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "buffer_full"
     assert sender.buffered_bytes == 0
     sink.gate.set()
-    until(lambda: sink.aborted == {manifest.key: "aborted"})
+    until(lambda: manifest.key in sink.aborted)
+    assert sink.aborted == {manifest.key: "aborted"}
 
 
 def test_slow_computation_between_layers_is_not_idleness(
