@@ -45,7 +45,9 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         86_400.0, gt=0, description="how long history stays on disk and in Redis after a session's last turn"
     )
     turn_lease_s: Annotated[Seconds, HISTORY] = Field(
-        1800.0, gt=0, description="how long a staged turn may go without progress before it is dropped"
+        60.0,
+        gt=0,
+        description="how long a staged turn stays without progress or a sign of life of its router",
     )
     max_waiting: Annotated[int, CAPACITY] = Field(
         64, ge=1, description="requests that may wait for the engine; more are refused"

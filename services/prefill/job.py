@@ -21,6 +21,7 @@ from kvferry.shared.control.messages import (
     PrefillRequest,
     SessionKey,
     Ticket,
+    calling_router,
 )
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
@@ -56,6 +57,7 @@ class PrefillJob:
 
     Attributes:
         deadline_s: of the whole request; nobody commits its turn much later.
+        router: whose request it is.
         work: how much computing its pass takes, in units of the engine's; set when it is submitted.
         history_source: how the turn got its history; None if there was none.
         ticket: decode's reservation; another one once `redirect` was called.
@@ -101,6 +103,7 @@ class PrefillJob:
         self.owner = request.owner or (request.session.owner if request.session is not None else "")
         self.priority = request.priority
         self.ticket = request.ticket
+        self.router = calling_router.get()
         self.lock = threading.Lock()
         self.trace_context = current_context()
         self.queue_span = begin("queue")
@@ -231,7 +234,7 @@ class SessionTurns:
             has_history=request.has_history,
             max_reused_tokens=request.max_reused_tokens,
         )
-        turn.limit_lease(job.deadline_s + _COMMIT_GRACE_S)
+        turn.belong_to(job.router, job.deadline_s + _COMMIT_GRACE_S)
         if not request.session.is_implicit:
             self._receiver.expect(
                 request.request_id,

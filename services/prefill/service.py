@@ -38,6 +38,7 @@ from kvferry.shared.control.messages import (
     SessionKey,
     TransferDone,
     WorkerStatus,
+    calling_router,
 )
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
@@ -306,7 +307,8 @@ class PrefillService:
         return self._pending.info(session)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
-        """See `PrefillControl.status`."""
+        """See `PrefillControl.status`. A router that asks lives, and will commit its staged turns."""
+        self._store.extend_leases(calling_router.get())
         waiting = self._engine.num_waiting
         return WorkerStatus(
             role="prefill",

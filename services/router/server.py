@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import secrets
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -59,10 +60,11 @@ def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], Worker
     """The configured workers, over gRPC."""
     prefill, decode = split_list(config.prefill_workers), split_list(config.decode_workers)
     certs = Certs(config.certs, "router") if config.certs else None
+    calling: dict[str, Any] = {"certs": certs, "router": secrets.token_hex(8)}
     polling: dict[str, Any] = {"disconnect": _close, "status_interval_s": config.status_interval_s}
     return (
-        WorkerPool("prefill", prefill, connect=partial(GrpcPrefillClient, certs=certs), **polling),
-        WorkerPool("decode", decode, connect=partial(GrpcDecodeClient, certs=certs), **polling),
+        WorkerPool("prefill", prefill, connect=partial(GrpcPrefillClient, **calling), **polling),
+        WorkerPool("decode", decode, connect=partial(GrpcDecodeClient, **calling), **polling),
     )
 
 

@@ -35,7 +35,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
 )
 from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
-from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, size_limits
+from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, ROUTER_KEY, size_limits
 from kvferry.shared.control.shared_events import Ended, Item, SharedEvents
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
@@ -77,14 +77,18 @@ class _Client:
         address: str,
         *,
         certs: Certs | None = None,
+        router: str = "",
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
         the first call.
 
-        Args: certs: the router's; None: without TLS.
+        Args:
+        certs: the router's; None: without TLS.
+        router: its name, the same in all of its calls and no other router's.
         """
         self._address = address
+        self._router = router
         self._max_message_bytes = max_message_bytes
         options = (*_OPTIONS, *size_limits(max_message_bytes))
         if certs is None:
@@ -177,7 +181,8 @@ class _Client:
                 f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
             )
         try:
-            call = start(message, timeout=timeout_s, metadata=_metadata(request_id, call_id, events_id))
+            metadata = ((ROUTER_KEY, self._router), *_metadata(request_id, call_id, events_id))
+            call = start(message, timeout=timeout_s, metadata=metadata)
         except grpc.aio.UsageError:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"

@@ -12,6 +12,7 @@ deadline of the whole call. Errors are those of `shared.errors` on both sides.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -451,6 +452,9 @@ class WorkerStatus:
 
 
 # ---- calls -----------------------------------------------------------------------------------------------
+
+calling_router: ContextVar[str] = ContextVar("calling_router", default="")
+"""The name of the router whose call a worker answers; empty where it gave none."""
 
 
 class DecodeControl(Protocol):

@@ -22,7 +22,12 @@ from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.event_streams import EVENTS_KEY, EventStreams
-from kvferry.shared.control.messages import DecodeControl, PrefillControl, TransferAccepted
+from kvferry.shared.control.messages import (
+    DecodeControl,
+    PrefillControl,
+    TransferAccepted,
+    calling_router,
+)
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
@@ -32,6 +37,7 @@ from kvferry.shared.telemetry import context_of, entry
 DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_TIMEOUT_S = 3600.0
 REQUEST_ID_KEY = "x-request-id"
+ROUTER_KEY = "kvferry-router"
 KEEPALIVE_S = 2.0
 """How long a stream is silent at most."""
 _OPTIONS = (
@@ -151,6 +157,7 @@ def _handler(
         request_id = headers.get(REQUEST_ID_KEY, "")
         new_seal = _seals(method, headers, data)
         seal = new_seal() if new_seal is not None else None
+        calling_router.set(headers.get(ROUTER_KEY, ""))
         with request_context(request_id):
             try:
                 if new_seal is not None:

@@ -74,7 +74,8 @@ class HistoryStore:
         max_bytes: limit on `size_bytes`.
         num_layers: layers with rows, which are numbered without the others.
         num_states: layers with a state. If there are any, sessions are continued from checkpoints.
-        turn_lease_s: a turn that nothing was appended to for this long is dropped by `sweep`.
+        turn_lease_s: a turn is dropped by `sweep` if for this long nothing was appended to it, and nothing
+            heard of its router.
         clock: monotonic seconds.
         precision: how rows are stored; None: as they come.
         on_miss: called with a reason if a session that has had turns is in no tier, and once if a tier that
@@ -256,6 +257,13 @@ class HistoryStore:
         for wait in [tier.delete(session) for tier in self._tiers if not session.is_implicit]:
             wait()
         return info
+
+    def extend_leases(self, router: str) -> None:
+        """Extend the leases of a router's turns, because it lives."""
+        with self.records.lock:
+            for turn in self.turns.values():
+                if turn.router == router:
+                    turn.extend_lease()
 
     def sweep(self) -> int:
         """Drop turns whose lease has expired; returns how many. Retries deletions that a tier has not taken

@@ -59,6 +59,7 @@ class StagedTurn:
     another turn's commit frees them. Rows appended in any other state are ignored: the commit fails.
 
     Attributes:
+        router: the one that will commit it.
         deadline_s: when its lease expires, on the store's clock.
     """
 
@@ -77,7 +78,7 @@ class StagedTurn:
         self._memory_source, self._memory_tokens = found.source, found.num_tokens
         self._shares_slices = found.session == session or (found.session.is_implicit and session.is_implicit)
         self._store = store
-        self._limit_s = math.inf
+        self.router, self._limit_s = "", math.inf
         self.extend_lease()
         self._records = store.records
         self._prompt = prompt_token_ids
@@ -319,13 +320,13 @@ class StagedTurn:
         self.extend_lease()
         return True
 
-    def limit_lease(self, limit_s: float) -> None:
-        """Let the lease end at this time at the latest, on the store's clock."""
-        self._limit_s = limit_s
+    def belong_to(self, router: str, limit_s: float) -> None:
+        """Let a router's signs of life extend the lease, up to this time on the store's clock."""
+        self.router, self._limit_s = router, limit_s
         self.extend_lease()
 
     def extend_lease(self) -> None:
-        """The turn has made progress."""
+        """The turn has made progress, or its router lives."""
         self.deadline_s = min(self._store.clock() + self._store.turn_lease_s, self._limit_s)
 
     def _check_commit(self, token_ids: tuple[int, ...]) -> None:

@@ -13,6 +13,8 @@ from kvtest.prefill import key_of, make_prompt
 from kvtest.waiting import eventually
 from torch import Tensor
 
+from kvferry.services.router.config import RouterConfig
+from kvferry.services.router.server import grpc_pools
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import (
@@ -23,6 +25,7 @@ from kvferry.shared.control.messages import (
     SessionKey,
     Ticket,
 )
+from kvferry.shared.control.server import serve_control
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, LeaseExpired, ProtocolMismatch, SessionNotFound
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
@@ -363,6 +366,29 @@ async def test_a_turn_of_a_lost_router_is_swept_soon_after_its_requests_deadline
     prefill_clock.turn(30.5)
     await eventually(lambda: harness.store.size_bytes == 0)
     assert harness.store.turn(request.request_id) is None
+
+
+async def test_what_a_lost_router_has_staged_goes_and_a_living_ones_stays(
+    harness: Harness, prefill_clock: Clock
+) -> None:
+    server = await serve_control(listen="127.0.0.1:0", prefill=harness.service)
+    pools = [grpc_pools(RouterConfig(prefill_workers=server.address))[0] for _ in range(2)]
+    requests = [harness.request(make_prompt(30), session=session) for session in (A, B)]
+    clients = []
+    for pool, request in zip(pools, requests, strict=True):
+        await pool.start()
+        (worker,) = pool.workers()
+        assert [event async for event in worker.client.prefill(request, timeout_s=600)]
+        clients.append(worker.client)
+    await pools[1].close()
+    prefill_clock.turn(40.0)
+    await clients[0].status(timeout_s=30)
+    prefill_clock.turn(30.0)
+    await eventually(lambda: harness.store.turn(requests[1].request_id) is None)
+    turn = CommitTurnRequest(request_id=requests[0].request_id, session=A, token_ids=make_prompt(30))
+    assert (await clients[0].commit_turn(turn, timeout_s=30)).num_tokens == 30
+    await pools[0].close()
+    await server.close(0)
 
 
 @pytest.mark.parametrize("prefill_options", [{"history_bytes": 1000}], ids=["tiny-history"])
