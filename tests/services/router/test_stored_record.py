@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from kvferry.services.router.sessions.record import SessionRecord, StoredRespons
 from kvferry.services.router.sessions.stored_record import (
     FORMAT_VERSION,
     WrittenRecord,
+    decode_summary,
     read_record,
     write_parts,
     write_whole,
@@ -186,6 +189,25 @@ def test_what_is_not_a_head_and_its_parts_is_refused() -> None:
     assert other != head
     with pytest.raises(StoreUnavailable, match="format is 126, not 1 or 2"):
         read_record(other, parts)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["ttl_s", "created_at_s", "expires_at_s", "last_plan", "compression"])
+def test_numbers_that_are_not_finite_are_in_no_record(name: str, number: float) -> None:
+    marked = replace(RECORD, **{name: {"a": [123.25]} if name in ("last_plan", "compression") else 123.25})
+    whole, parts = write_whole(marked), write_parts(marked, None)
+    summary = msgspec.msgpack.encode(marked.summary)
+    heads = [msgspec.msgpack.encode(value) for value in (123.25, number)]
+    with pytest.raises(ValueError, match=f"{name} is or has"):
+        replace(RECORD, **{name: {"a": [number]} if name in ("last_plan", "compression") else number})
+    for read in (
+        lambda: read_record(whole.head.replace(*heads), ()),
+        lambda: read_record(parts.head.replace(*heads), parts.parts),
+        lambda: decode_summary(summary.replace(*heads)),
+    ):
+        with pytest.raises(StoreUnavailable, match=f"{name} is or has") as refused:
+            read()
+        assert refused.value.reason == "format"
 
 
 def test_a_record_of_an_earlier_release_is_read() -> None:
