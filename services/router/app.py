@@ -52,7 +52,7 @@ from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.draining import REASON, Drain
-from kvferry.shared.errors import ConfigurationError, Overloaded
+from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -144,7 +144,8 @@ def create_app(
             asyncio.create_task(_sweep(services, timing.sweep_interval_s)),
         ]
         if key_file is not None:
-            loops.append(asyncio.create_task(_reload_keys(key_file, timing.keys_interval_s)))
+            reload = _reload_keys(key_file, app.state.auth, services, timing.keys_interval_s)
+            loops.append(asyncio.create_task(reload))
         try:
             yield
         finally:
@@ -276,8 +277,8 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
     return response
 
 
-async def _reload_keys(file: KeyFile, interval_s: float) -> None:
-    """Read the key file again whenever it changes."""
+async def _reload_keys(file: KeyFile, auth: Authenticator, services: Services, interval_s: float) -> None:
+    """Read the key file again whenever it changes; who may not call any more gets no more of an answer."""
     log = structlog.get_logger(__name__)
     while True:
         await asyncio.sleep(interval_s)
@@ -288,6 +289,11 @@ async def _reload_keys(file: KeyFile, interval_s: float) -> None:
             log.error("the key file is not used as it is now", error=error.message)
         if file.keys is not before:
             log.info("key file read", num_keys=len(file.keys))
+            for completion in tuple(services.running):
+                try:
+                    auth.check(completion.owner)
+                except KvferryError as error:
+                    completion.cancel(error)
 
 
 async def _sweep(services: Services, interval_s: float) -> None:

@@ -61,7 +61,7 @@ EXPECTED_ANSWER_TOKENS = 512
 """Of most answers, by which the method "auto" compares times."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Completion:
     """One request's choices.
 
@@ -110,14 +110,17 @@ class Completion:
         self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
 
     def start(self) -> None:
+        running = self.services.running
+        running.add(self)
         self._task = self.services.runner.tasks.start(self.run(), name="completion")
+        self._task.add_done_callback(lambda _: running.discard(self))
 
-    def cancel(self) -> None:
-        """The client left. A completion that has ended goes on to its commit, and so does what a session's
-        stream has delivered."""
-        if self._closed or self._recording is not None or self._cut_off(None) or self._task is None:
+    def cancel(self, error: KvferryError | None = None) -> None:
+        """The client left, or gets an error. A completion that has ended goes on to its commit, and so does
+        what a session's stream has delivered."""
+        if self._closed or self._recording is not None or self._cut_off(error) or self._task is None:
             return
-        self._close(None)
+        self._close(error)
         self._task.cancel()
 
     async def run(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.config import RouterConfig
@@ -14,11 +15,14 @@ from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import TurnRunner
 from kvferry.shared.metrics import RouterMetrics
 
+if TYPE_CHECKING:
+    from kvferry.services.router.completion.completion import Completion
+
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Attributes: clock: Unix time in seconds; limits: of the key file's keys; sampling_defaults: fields of
-    `SamplingParams` for requests that do not give them."""
+    `SamplingParams` for requests that do not give them; running: completions that have not ended."""
 
     config: RouterConfig
     metrics: RouterMetrics
@@ -31,3 +35,4 @@ class Services:
     plans: PlanChooser
     limits: KeyLimits | None
     sampling_defaults: Mapping[str, float]
+    running: set[Completion] = field(default_factory=set)

@@ -154,6 +154,43 @@ async def test_a_changed_file_is_read_and_a_broken_one_is_not_used(start_stack: 
     assert (await post(stack, "b")).status_code == 200
 
 
+async def test_the_answers_of_a_removed_key_end_and_those_of_others_do_not(
+    start_stack: Any, write: Any
+) -> None:
+    stack = await start_stack(api_keys_file=write(entry("a", "a"), entry("b", "b")), timing=TIMING)
+    stack.script.may_decode.clear()
+    begun: list[str] = []
+
+    async def stream(key: str, url: str, **fields: Any) -> str:
+        body = {"model": "demo", "stream": True, **fields}
+        async with stack.http.stream("POST", url, json=body, headers={"x-api-key": key}) as reply:
+            begun.append(url)
+            return "".join([text async for text in reply.aiter_text()])
+
+    chat = {**BODY, "max_tokens": 9}
+    streams = [
+        asyncio.create_task(stream("a", "/v1/chat/completions", **chat, session_id="s")),
+        asyncio.create_task(stream("a", "/v1/completions", prompt=["the red castle .", "the sea ."])),
+        asyncio.create_task(stream("a", "/v1/messages", **chat)),
+        asyncio.create_task(stream("a", "/v1/responses", input="the red castle .")),
+    ]
+    whole = asyncio.create_task(post(stack, "a"))
+    other = asyncio.create_task(stream("b", "/v1/chat/completions", **chat))
+    await eventually(lambda: len(begun) == 5 and stack.num_active == 7)
+    write(entry("b", "b"))
+    async with asyncio.timeout(60):
+        ends = [text.split("\n\n")[-2] for text in await asyncio.gather(*streams)]
+        assert (await whole).status_code == 401
+    names = ("invalid_api_key", "invalid_api_key", "authentication_error", "response.failed")
+    for end, name in zip(ends, names, strict=True):
+        assert name in end
+        assert "not one that this server accepts" in end
+    await eventually(lambda: stack.num_active == 1)
+    assert stack.metric("access_denied_total", reason="wrong_key", key="a") == 5
+    stack.script.may_decode.set()
+    assert (await other).endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize(
     "text",
     [
