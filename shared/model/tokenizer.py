@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +58,8 @@ _TEMPLATE_ROLES = ("tool", "function", "ipython")
 _ALIASES = {"developer": "system"}
 _PROBE = "kvferry shows this"
 _SEARCHED_AT_ONCE = 1 << 16
+_DECODED_AT_ONCE = 1000
+"""So many ids become text in less than 0.1 ms, for which a call may have Python's lock."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -226,7 +228,10 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
         """Text of ids, by default without special tokens; spaces are not cleaned up."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=not shows_special))
+        skips = not shows_special
+        if len(token_ids) > _DECODED_AT_ONCE:  # see `_ids`
+            return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skips)[0])
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skips))
 
     def decode_one(self, token_id: int, *, shows_special: bool = False) -> str:
         """As `decode` of this id alone."""
@@ -605,6 +610,18 @@ def _last_match(messages: Sequence[ChatMessage], recorded: RecordedConversation)
     return found
 
 
+def _any_of(texts: list[str]) -> str:
+    """A pattern of what begins with one of these texts. Of a thousand, it looks at each character once."""
+    if len(texts) == 1:
+        return re.escape(texts[0])
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], []).append(text[1:])
+    if "" in by_first:
+        return ""
+    return "|".join(f"{re.escape(first)}(?:{_any_of(rests)})" for first, rests in by_first.items())
+
+
 class _Spellings(NamedTuple):
     """How some tokens are spelled.
 
@@ -618,15 +635,18 @@ class _Spellings(NamedTuple):
 
     @classmethod
     def of(cls, tokens: list[Any]) -> _Spellings | None:
-        found = [token for token in tokens if len(token.content) > 1]
-        spellings = [
-            f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
-            for token in found
-        ]
-        if not spellings:
+        found: dict[tuple[str, bool], list[str]] = {}
+        for token in tokens:
+            if len(token.content) > 1:
+                found.setdefault((token.content[0], token.normalized), []).append(token.content[1:])
+        if not found:
             return None
-        pattern = re.compile(rf"(?s)(?=(?:{'|'.join(spellings)})).")
-        return cls(pattern, max(len(token.content) for token in found))
+        branches = [
+            f"(?i:{branch})" if normalized else branch
+            for (first, normalized), rests in found.items()
+            for branch in [f"{re.escape(first)}(?={_any_of(rests)})"]
+        ]
+        return cls(re.compile("|".join(branches)), 1 + max(map(len, chain.from_iterable(found.values()))))
 
     def interrupted(self, text: str, marker: str) -> str:
         """The text with a marker after the first character of each spelling.

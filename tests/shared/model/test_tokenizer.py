@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,29 @@ def test_decoding_leaves_out_special_tokens(word_tokenizer: ChatTokenizer) -> No
     assert word_tokenizer.decode([]) == ""
 
 
+def test_the_text_of_many_ids_is_made_while_other_threads_run(word_tokenizer: ChatTokenizer) -> None:
+    ids, times, runs = word_tokenizer.encode("the red castle .") * 50_000, list[float](), True
+
+    def other() -> None:
+        while runs:
+            times.append(time.perf_counter())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(30):  # on a busy machine the other thread may have no processor in a try
+        times.clear()
+        begin_s, cpu_s = time.perf_counter(), time.thread_time()
+        assert len(word_tokenizer.decode(ids)) > len(ids)
+        cpu_s, end_s = time.thread_time() - cpu_s, time.perf_counter()
+        within = [begin_s, *(its for its in times.copy() if begin_s < its < end_s), end_s]
+        longest_s = max(after - before for before, after in itertools.pairwise(within))
+        if longest_s < cpu_s / 2:
+            break
+    runs = False
+    thread.join()
+    assert longest_s < cpu_s / 2
+
+
 def test_byte_fallback_tokens_are_told_from_others(fallback_tokenizer: ChatTokenizer) -> None:
     ids = fallback_tokenizer.encode("\u4f60")
     assert fallback_tokenizer.is_byte_fallback(ids[1])
@@ -193,6 +219,19 @@ def test_role_markers_that_are_added_tokens_stay_text_in_users_messages(
     answer = {"role": "assistant", "content": "<think> hm"}
     ids = chat.render([{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "on"}])
     assert (ids.count(user), ids.count(assistant), ids.count(think)) == (2, 2, 2)
+
+
+def test_a_thousand_special_tokens_are_looked_for_as_fast_as_a_few() -> None:
+    spellings = _Spellings.of(
+        [tokenizers.AddedToken(text, normalized=False) for text in ("[INST]", "<s>")]
+        + [tokenizers.AddedToken(f"<SPECIAL_{number}>", normalized=False) for number in range(1000)]
+    )
+    assert spellings is not None
+    text = "the red castle . <SPECIAL_17> " * 4000
+    begin_s = time.thread_time()
+    marked = spellings.interrupted(text, "#")
+    assert time.thread_time() - begin_s < 0.1, "it has Python's lock"
+    assert marked == text.replace("<", "<#")
 
 
 @given(text=st.text("<|end>END a\n", max_size=60), at_once=st.integers(1, 30))
