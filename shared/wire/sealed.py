@@ -242,7 +242,8 @@ class SealedConnectingChannel(_SealedChannel):
 class SealedListeningChannel(_SealedChannel):
     """A receiver's channel; each connection is a peer, once it has proved its key.
 
-    Of one that has not, 48 bytes are read and nothing is answered; it is closed after HANDSHAKE_S.
+    One that has not gets an answer only to the handshake's first 48 bytes, which may be a recording, has no
+    large buffers, and is closed after HANDSHAKE_S.
     """
 
     def __init__(self, bind: str, *, advertise: str = "", keys: BlockKeys) -> None:
@@ -346,7 +347,7 @@ class SealedListeningChannel(_SealedChannel):
 
     def _on_broken(self, connection: SealedConnection, error: TransferFailed) -> None:
         if not connection.is_ready:
-            self._on_refused("it has no key of the role that may send blocks")
+            self._on_refused("it proved no key of the role that may send blocks")
         elif not isinstance(error, ConnectionClosed):
             self._on_refused(error.message)
 

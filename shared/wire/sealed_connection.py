@@ -6,6 +6,9 @@ the handshake and the ciphers; when to connect and whom to accept is not decided
     initiator  48 bytes ──►          head ── body ── body ── head ── body ...   (each way)
                ◄── 48 bytes  responder
 
+The first 48 bytes prove nothing: they may be a recording of another connection's. Who has the right key is who
+can seal the first head, because its key depends on what both ends chose for this connection.
+
 A message is a head, which says how many frames it has and how long they are, and the frames' bytes in records
 of RECORD_BYTES, the last one shorter. Each is sealed, so no length is believed that the peer did not send.
 """
@@ -58,13 +61,16 @@ class _Record:
 class SealedConnection:
     """A connected, non-blocking socket and the state of both directions.
 
-        greeting ──handshake──► ready ── closed, broken or not authentic ──► lost: the owner closes it
+        initiator  greeting ──answer──► ready ──────────────┐
+                                                            ├─ closed, broken or not authentic ─► lost:
+        responder  greeting ──► answered ──head──► ready ───┘                     the owner closes it
 
     While the socket takes or gives one full record, a thread of `cipher_thread` seals the next one or opens
     the one before.
 
     Attributes:
-        is_ready: whether the handshake is over, so that messages may be sent.
+        is_ready: whether the other end has proved its key, so that messages may be sent. The buffers for
+            records are made then, and none before.
         wants_room: whether something waits to be sent.
         socket: for the owner to poll and to close.
     """
@@ -87,7 +93,7 @@ class SealedConnection:
             _set_options(connected)
         self.socket = connected
         self.is_ready = False
-        self._handshake = handshake
+        self._handshake: Handshake | None = handshake  # until it is over
         self._max_message_bytes = max_message_bytes
         self._cipher_thread = cipher_thread
         self._outgoing: deque[_Record] = deque()
@@ -164,7 +170,7 @@ class SealedConnection:
 
         Raises: ConnectionClosed, NotAuthentic; TransferFailed for a message that is too large.
         """
-        if not self.is_ready and not self._greet():
+        if self._handshake is not None and not self._greet(self._handshake):
             return None
         while True:
             if self._sizes is None:
@@ -172,6 +178,8 @@ class SealedConnection:
                     return None
                 self._sizes = self._open_head()
                 self._begin = 0
+                if not self.is_ready:
+                    self._make_ready()
             total_bytes = sum(self._sizes)
             while self._begin < total_bytes:
                 end = min(self._begin + RECORD_BYTES, total_bytes)
@@ -187,21 +195,26 @@ class SealedConnection:
             self._sizes = None
             return frames
 
-    def _greet(self) -> bool:
+    def _greet(self, handshake: Handshake) -> bool:
         """Go on with the handshake; returns whether it is over."""
         message = self._head[:HANDSHAKE_BYTES]
         if not self._fill(message):
             return False
-        self._handshake.read(bytes(message))
-        if not self._handshake.initiates:
-            self._sealed = memoryview(self._handshake.write())
+        handshake.read(bytes(message))
+        if not handshake.initiates:
+            self._sealed = memoryview(handshake.write())
             self.flush()
-        self._seals, self._opens = self._handshake.split()
+        self._seals, self._opens = handshake.split()
+        self._handshake = None
+        if handshake.initiates:
+            self._make_ready()
+        return True
+
+    def _make_ready(self) -> None:
         record_bytes = _SEALED_HEAD_BYTES + RECORD_BYTES + TAG_BYTES
         self._scratch = [memoryview(bytearray(record_bytes)) for _ in self._scratch]
         self._incoming = [memoryview(bytearray(record_bytes)) for _ in self._incoming]
         self.is_ready = True
-        return True
 
     def _fill(self, record: memoryview) -> bool:
         """Receive into the rest of a record; returns whether it is complete."""

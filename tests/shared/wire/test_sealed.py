@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import kvtest.wire as kit
@@ -177,25 +178,55 @@ def test_a_changed_or_inserted_piece_ends_the_connection_and_the_transfer_goes_o
     until(lambda: channel.refused == 1)
 
 
+def recorded_greeting(endpoint: str) -> bytes:
+    """The first message of a connection with the right key, as a relay saw it."""
+    tape = Tape(endpoint)
+    ship(tape.endpoint)
+    tape.close()
+    return bytes(tape.recorded[:HANDSHAKE_BYTES])
+
+
+@pytest.mark.parametrize("repeats", [False, True])
 def test_strangers_who_wait_do_not_keep_senders_out(
     endpoint: str,
     channel: SealedListeningChannel,
     sealed_sink: RecordingSink,
     monkeypatch: pytest.MonkeyPatch,
+    repeats: bool,
 ) -> None:
+    greeting = recorded_greeting(endpoint) if repeats else b""
     monkeypatch.setattr(sealed, "MAX_UNPROVEN", 8)
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connected(endpoint)) for _ in range(40)]
+        connections = []
+        for _ in range(40):
+            connections.append(stack.enter_context(connected(endpoint)))
+            connections[-1].sendall(greeting)
+            assert len(connections[-1].recv(len(greeting), socket.MSG_WAITALL)) == len(greeting)
         kit.assert_arrived(sealed_sink, *ship(endpoint))
-        until(lambda: channel.refused >= 32)
+        until(lambda: channel.refused >= 32, kit.WAIT_S)
         assert answer_of(connections[0]) == b""
     assert threading.active_count() < 40
 
 
-def test_a_stranger_who_says_nothing_is_closed(
-    endpoint: str, channel: SealedListeningChannel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [0, HANDSHAKE_BYTES - 1, HANDSHAKE_BYTES])
+def test_who_repeats_a_recorded_greeting_is_closed_and_holds_no_memory(
+    endpoint: str,
+    channel: SealedListeningChannel,
+    sealed_sink: RecordingSink,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
 ) -> None:
-    monkeypatch.setattr(sealed, "HANDSHAKE_S", 0.2)
-    with connected(endpoint) as connection:
-        assert answer_of(connection) == b""
-    until(lambda: channel.refused == 1)
+    """All of it is answered, which proves nothing: who repeats it cannot go on."""
+    greeting, answer_bytes = recorded_greeting(endpoint)[:size], size // HANDSHAKE_BYTES * HANDSHAKE_BYTES
+    monkeypatch.setattr(sealed, "HANDSHAKE_S", 1.0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(tracemalloc.stop)
+        tracemalloc.start()
+        connections = [stack.enter_context(connected(endpoint)) for _ in range(40)]
+        for connection in connections:
+            connection.sendall(greeting)
+            assert len(connection.recv(answer_bytes, socket.MSG_WAITALL)) == answer_bytes
+        assert tracemalloc.get_traced_memory()[1] < RECORD_BYTES
+        assert [answer_of(connection) for connection in connections] == [b""] * len(connections)
+    until(lambda: channel.refused == len(connections))
+    kit.assert_arrived(sealed_sink, *ship(endpoint))
