@@ -113,12 +113,11 @@ class Simulation:
     used: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.arena = ByteArena(self.arena_bytes, torch.device("cpu"), clock=lambda: 0.0)
+        self.arena = ByteArena(self.arena_bytes, torch.device("cpu"))
         self.scheduler = Scheduler(
             self.arena,
             max_waiting=MAX_WAITING,
             admission_wait_s=LONG_S,
-            lease_s=LONG_S,
             evict=self._evict,
         )
         self.memory = SequenceMemory(SPEC, self.arena, self.scheduler, on_swapped_out=self._count_swap)

@@ -40,7 +40,10 @@ class DecodeConfig(WorkerSettings):
         "smaller budget, down to that, instead of letting it wait",
     )
     lease_s: Annotated[Seconds, TIMEOUTS] = Field(
-        120.0, gt=0, description="how long a reservation waits for its transfer to complete"
+        120.0,
+        gt=0,
+        description="how long a reservation whose prompt has not arrived outlives the last sign "
+        "of its router",
     )
     credit_bytes: Annotated[Bytes, CAPACITY] = Field(
         32 << 20, ge=1, description="block bytes that a sender may have in flight to this worker"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -48,7 +47,6 @@ class _Waiter:
     sizes_bytes: tuple[int, ...]
     owner: str
     key_owner: str
-    lease_s: float
     loop: asyncio.AbstractEventLoop
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     allocation: Allocation | None = None
@@ -86,7 +84,6 @@ class Scheduler:
         *,
         max_waiting: int,
         admission_wait_s: float,
-        lease_s: float,
         evict: Callable[[int], bool] = lambda wanted_bytes: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,7 +91,6 @@ class Scheduler:
         self._evict = evict
         self._max_waiting = max_waiting
         self._admission_wait_s = admission_wait_s
-        self._lease_s = lease_s
         self._lock = threading.Lock()
         self._num_pauses = 0
         self._refusal: Callable[[], KvferryError] | None = None
@@ -144,7 +140,6 @@ class Scheduler:
             sizes_bytes=sizes_bytes,
             owner=owner,
             key_owner=key_owner,
-            lease_s=min(self._lease_s, timeout_s),
             loop=asyncio.get_running_loop(),
         )
         wait_s = min(self._admission_wait_s, timeout_s)
@@ -212,7 +207,7 @@ class Scheduler:
     def take(self, size_bytes: int, *, owner: str) -> Allocation | None:
         """Allocate for a sequence that has arrived already, ahead of the queue; None if nothing is free."""
         with self._lock:
-            return self._allocate(size_bytes, owner=owner, lease_s=math.inf, state="running")
+            return self._allocate(size_bytes, owner=owner, state="running")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -229,10 +224,7 @@ class Scheduler:
     def _grant(self) -> None:
         while self._queues and not self._num_pauses:
             waiter = self._head()
-            tried = (
-                self._allocate(size_bytes, owner=waiter.owner, lease_s=waiter.lease_s)
-                for size_bytes in waiter.sizes_bytes
-            )
+            tried = (self._allocate(size_bytes, owner=waiter.owner) for size_bytes in waiter.sizes_bytes)
             allocation = next(filter(None, tried), None)
             if allocation is None:
                 return
@@ -256,12 +248,12 @@ class Scheduler:
             del self._queues[waiter.key_owner]
 
     def _allocate(
-        self, size_bytes: int, *, owner: str, lease_s: float, state: AllocationState = "reserved"
+        self, size_bytes: int, *, owner: str, state: AllocationState = "reserved"
     ) -> Allocation | None:
         """Allocate, evicting retained KV if that helps; None if there is not enough memory."""
         while self._arena.needed_bytes(size_bytes) <= self._arena.size_bytes:
             try:
-                return self._arena.reserve(size_bytes, owner=owner, lease_s=lease_s, state=state)
+                return self._arena.reserve(size_bytes, owner=owner, state=state)
             except CapacityExceeded:
                 if not self._evict(size_bytes):
                     break

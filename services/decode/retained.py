@@ -4,7 +4,6 @@ leave it out, until another request needs the memory."""
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -304,9 +303,7 @@ class RetainedSelections:
                 return False
             former = selection.allocation
             try:
-                selection.allocation = self._arena.reserve(
-                    size_bytes, owner=former.owner, lease_s=math.inf, state="retained"
-                )
+                selection.allocation = self._arena.reserve(size_bytes, owner=former.owner, state="retained")
             except CapacityExceeded:
                 return False
             buffer = self._arena.buffer(selection.allocation)

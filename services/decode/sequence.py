@@ -165,6 +165,8 @@ class Sequence:
         layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted;
             where the heads of each rank have other sizes, with room for the largest until all have arrived.
         room: new tokens for which the layout has room; `memory.py` adds more.
+        router: whose request it is; its status calls move the lease.
+        lease_until_s: when it is closed unless its transfer is complete by then.
         assembler: finds stop strings; None if there are none.
         stop_token_ids: ids that end the completion, including the model's own unless they are ignored.
         release: frees the allocation; called at most once, under `lock`, and not after `hand_over_bytes`.
@@ -191,6 +193,8 @@ class Sequence:
     room: int
     key: TransferKey
     allocation: Allocation
+    router: str
+    lease_until_s: float
     events: EventStream
     sampler: SequenceSampler
     assembler: TextAssembler | None
@@ -377,14 +381,20 @@ class Reservations:
         with self._lock:
             return tuple(self._sequences.values())
 
+    def renew(self, router: str, until_s: float) -> None:
+        """Move the end of the leases of a router's requests, because it lives."""
+        for sequence in self.all():
+            if sequence.router == router:
+                sequence.lease_until_s = until_s
+
     def expire(self, now_s: float, on_expired: Callable[[], None]) -> None:
         """Close the sequences whose transfer is not complete at the end of their lease.
 
-        Args: now_s: by the arena's clock; on_expired: called for each, before its error is passed on.
+        Args: now_s: by the leases' clock; on_expired: called for each, before its error is passed on.
         """
         for sequence in self.all():
             with sequence.lock:
-                late = now_s >= sequence.allocation.lease_until_s
+                late = now_s >= sequence.lease_until_s
                 if not late or sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
                     continue
                 request_id, state = sequence.request.request_id, sequence.state.value

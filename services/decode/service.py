@@ -52,6 +52,7 @@ from kvferry.shared.control.messages import (
     TicketIssued,
     TransferAccepted,
     WorkerStatus,
+    calling_router,
 )
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
@@ -130,7 +131,6 @@ class DecodeService:
         self._arena = ByteArena(
             arena_size_bytes(config, model.device, num_ranks=model.num_ranks),
             model.device,
-            clock=clock,
             observer=self._show_arena,
         )
         self._reservations = Reservations()
@@ -145,7 +145,6 @@ class DecodeService:
             self._arena,
             max_waiting=config.max_waiting,
             admission_wait_s=config.admission_wait_s,
-            lease_s=config.lease_s,
             evict=self._retained.evict,
         )
         self._memory = SequenceMemory(
@@ -317,7 +316,8 @@ class DecodeService:
         return HistoryInfo(num_tokens=0, size_bytes=self._retained.drop(session), tier="retained")
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
-        """See `DecodeControl.status`."""
+        """See `DecodeControl.status`. A router that asks lives, and so do its reservations."""
+        self._reservations.renew(calling_router.get(), self._clock() + self._config.lease_s)
         running = self._engine.num_running
         return WorkerStatus(
             role="decode",
@@ -425,6 +425,7 @@ class DecodeService:
             raise
         chosen = next(i for i, size in enumerate(sizes_bytes) if size <= allocation.size_bytes)
         layout = layouts[chosen]
+        lease_s = min(self._config.lease_s, timeout_s)
         sequence = Sequence(
             request=request,
             resolved=plans[chosen],
@@ -432,6 +433,8 @@ class DecodeService:
             room=room,
             key=TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation),
             allocation=allocation,
+            router=calling_router.get(),
+            lease_until_s=self._clock() + lease_s,
             events=events,
             sampler=sampler,
             assembler=assembler,
@@ -446,7 +449,7 @@ class DecodeService:
         self._reservations.add(sequence)
         if self._ranks is not None and self._ranks.endpoints and shared is None:
             self._ranks.expect(sequence)
-        return sequence, min(self._config.lease_s, timeout_s)
+        return sequence, lease_s
 
     def _forget(self, sequence: Sequence) -> None:
         """Of several ranks: remove a sequence that has ended."""

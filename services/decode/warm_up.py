@@ -96,7 +96,7 @@ def _warm_up_prompt(
     seen: set[Hashable],
 ) -> None:
     layout = sequence_layout(make_formats(model.spec, prompt.resolved))
-    allocation = arena.reserve(layout.size_bytes, owner=_OWNER, lease_s=_STEP_TIMEOUT_S, state="running")
+    allocation = arena.reserve(layout.size_bytes, owner=_OWNER, state="running")
     try:
         buffer = arena.buffer(allocation)
         layers = zip(layout.layers, prompt.tensors, strict=True)

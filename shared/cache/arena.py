@@ -43,14 +43,12 @@ class Allocation:
         offset, size_bytes: multiples of ALIGNMENT_BYTES.
         owner: request id.
         generation: u32, new for every allocation.
-        lease_until_s: by the arena's clock; not used any more once the state is running.
     """
 
     offset: int
     size_bytes: int
     owner: str
     generation: int
-    lease_until_s: float
 
 
 class ByteArena:
@@ -78,13 +76,11 @@ class ByteArena:
         size_bytes: int,
         device: torch.device,
         *,
-        clock: Callable[[], float],
         observer: Callable[[dict[str, int]], None] | None = None,
     ) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.lock = threading.RLock()
         self._buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
-        self._clock = clock
         self._observer = observer
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
         self._allocations: dict[int, Allocation] = {}
@@ -121,9 +117,7 @@ class ByteArena:
                 for offset, size in self._free
             )
 
-    def reserve(
-        self, size_bytes: int, *, owner: str, lease_s: float, state: AllocationState = "reserved"
-    ) -> Allocation:
+    def reserve(self, size_bytes: int, *, owner: str, state: AllocationState = "reserved") -> Allocation:
         """Take the first free range that is large enough.
 
         Args: state: "running" for a sequence that has arrived already and moves.
@@ -137,11 +131,7 @@ class ByteArena:
             offset = self._take(needed)
             self._generation = self._generation % _MAX_GENERATION + 1
             allocation = Allocation(
-                offset=offset,
-                size_bytes=needed,
-                owner=owner,
-                generation=self._generation,
-                lease_until_s=self._clock() + lease_s,
+                offset=offset, size_bytes=needed, owner=owner, generation=self._generation
             )
             self._allocations[offset] = allocation
             self._states[offset] = state

@@ -89,6 +89,8 @@ class _Client:
         """
         self._address = address
         self._router = router
+        self.heard_s = 0.0
+        """When a stream last brought a message, on the event loop's clock."""
         self._max_message_bytes = max_message_bytes
         options = (*_OPTIONS, *size_limits(max_message_bytes))
         if certs is None:
@@ -136,7 +138,7 @@ class _Client:
         start, call_id = self._channel.unary_stream(method.path, None, None), call_id or new_call_id()
         decode, seal = method.response.decode, Seal(method.path, call_id)
         async with self._call(start, method, request, timeout_s, request_id, call_id, events_id) as call:
-            silent = asyncio.Event()
+            silent, loop = asyncio.Event(), asyncio.get_running_loop()
 
             def give_up() -> None:
                 silent.set()
@@ -148,6 +150,7 @@ class _Client:
                         timer.begin()
                         data = await call.read()
                         timer.end()
+                        self.heard_s = loop.time()
                         if data is _EOF:
                             return
                         if message := seal.open(data):  # an empty one is a sign of life

@@ -55,7 +55,8 @@ class Ticket:
         transfer_id: random 64-bit number of the reservation.
         generation: 32-bit number; blocks of an older generation are dropped and counted.
         credit_bytes: payload bytes that may be in flight before the receiver grants more.
-        lease_s: the reservation is freed if the transfer is not complete after this time.
+        lease_s: the reservation is freed if the transfer is not complete, and nothing is heard of the router,
+            for this long.
         reserved_bytes: size of the reservation in the arena.
         plan: the request's plan as decode resolved it for this prompt, which prefill follows; None where no
             prompt is shipped.

@@ -79,7 +79,7 @@ def rehearse_worker(model: LanguageModel) -> None:
                     case.launch()
     warm_prefill(model, _silent)
     runner = StepRunner(model, StepDevice(), max_batch_size=MAX_BATCH_SIZE, warn=_refuse)
-    arena = ByteArena(_ARENA_BYTES, model.device, clock=time.monotonic)
+    arena = ByteArena(_ARENA_BYTES, model.device)
     warm_up_steps(model, runner, arena, max_batch_size=MAX_BATCH_SIZE, progress=_silent)
 
 

@@ -48,6 +48,7 @@ from kvferry.shared.errors import (
     DeadlineExceeded,
     HistoryMiss,
     KvferryError,
+    LeaseExpired,
     Overloaded,
     SessionBusy,
     SessionPending,
@@ -461,6 +462,12 @@ class Turn:
             or refused
         )
         if final or role is None or stats.replays >= runner.max_recoveries:
+            if isinstance(error, LeaseExpired):
+                raise Overloaded(
+                    "The workers did not have the prompt ready in time; repeat the request later",
+                    reason=error.reason,
+                    retry_after_s=runner.decode.status_interval_s,
+                ) from error
             raise error
         pool, address = self._failed(attempt)
         self._avoid[role].add(address)

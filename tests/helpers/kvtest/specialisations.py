@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -108,8 +107,8 @@ def serve(
     model.prefill(torch.arange(num_tokens) % spec.vocab_size, start=0, observer=pass_)
     resolved, compressed = compress_prompt(spec, resolved, pass_.layers, pass_.states)
     layout = sequence_layout(make_formats(spec, resolved))
-    arena = ByteArena(layout.size_bytes + 4096, model.device, clock=time.monotonic)
-    buffer = arena.buffer(arena.reserve(layout.size_bytes, owner="one", lease_s=60, state="running"))
+    arena = ByteArena(layout.size_bytes + 4096, model.device)
+    buffer = arena.buffer(arena.reserve(layout.size_bytes, owner="one", state="running"))
     caches = tuple(layer.place(buffer, its) for layer, its in zip(layout.layers, compressed, strict=True))
     params = SamplingParams(max_tokens=4, temperature=0.0)
     runner = StepRunner(model, StepDevice(), max_batch_size=1, warn=print)

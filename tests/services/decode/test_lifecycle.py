@@ -13,6 +13,7 @@ from kvtest.waiting import eventually
 from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferAccepted,
+    calling_router,
 )
 from kvferry.shared.errors import LeaseExpired
 from kvferry.shared.wire.messages import TransferKey
@@ -118,6 +119,30 @@ async def test_a_reservation_that_nothing_ships_to_expires_by_name(harness, requ
     assert made.value("leases_expired_total") == 1
     with pytest.raises(LeaseExpired):
         await asyncio.to_thread(made.shipper.ship, request_of(), ticket)
+
+
+async def test_a_lease_that_is_renewed_goes_on_and_ends_once_nobody_renews_it(harness, request_of, ticket_of):
+    clock = Clock()
+    made = await harness(lease_s=2.0, clock=clock, sweep_interval_s=600.0)
+    request = request_of()
+    stream, ticket = await ticket_of(made.service, request)
+    reservations, count = made.service._reservations, made.metrics.leases_expired.inc
+    for _ in range(4):
+        clock.turn(1.5)
+        reservations.expire(clock(), count)  # as the sweeper does
+        await made.service.status(timeout_s=1)
+    calling_router.set("another")
+    await made.service.status(timeout_s=1)
+    clock.turn(1.9)
+    reservations.expire(clock(), count)
+    assert made.value("leases_expired_total") == 0
+    clock.turn(0.1)
+    reservations.expire(clock(), count)
+    with pytest.raises(LeaseExpired, match="still reserved when its lease ended"):
+        await anext(stream)
+    assert await made.arena_is_free()
+    with pytest.raises(LeaseExpired):
+        await asyncio.to_thread(made.shipper.ship, request, ticket)
 
 
 async def test_a_transfer_that_stalls_expires_although_the_event_loop_is_blocked(begin, request_of):

@@ -11,8 +11,8 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 
 
 def make(size_bytes=640, *, max_waiting=8, admission_wait_s=20.0):
-    arena = ByteArena(size_bytes, torch.device("cpu"), clock=lambda: 0.0)
-    return arena, Scheduler(arena, max_waiting=max_waiting, admission_wait_s=admission_wait_s, lease_s=9)
+    arena = ByteArena(size_bytes, torch.device("cpu"))
+    return arena, Scheduler(arena, max_waiting=max_waiting, admission_wait_s=admission_wait_s)
 
 
 async def start(scheduler, size_bytes, owner, **options):
@@ -23,12 +23,11 @@ async def start(scheduler, size_bytes, owner, **options):
     return task
 
 
-async def test_memory_that_is_free_is_granted_at_once_with_the_shorter_of_lease_and_deadline():
+async def test_memory_that_is_free_is_granted_at_once():
     arena, scheduler = make()
-    first = await scheduler.reserve(100, owner="a", timeout_s=30)
-    second = await scheduler.reserve(100, owner="b", timeout_s=3)
-    assert (first.owner, first.size_bytes, first.lease_until_s, second.lease_until_s) == ("a", 128, 9, 3)
-    assert arena.state(first) == "reserved"
+    granted = await scheduler.reserve(100, owner="a", timeout_s=30)
+    assert (granted.owner, granted.size_bytes) == ("a", 128)
+    assert arena.state(granted) == "reserved"
 
 
 async def test_a_waiting_request_gets_bytes_released_by_another_thread():
@@ -68,8 +67,8 @@ async def test_a_request_that_waits_in_vain_is_refused_and_lets_the_next_one_thr
 
 async def test_a_refusal_says_when_the_bytes_will_be_free_by_what_ended_of_late():
     now_s = [0.0]
-    arena = ByteArena(640, torch.device("cpu"), clock=lambda: 0.0)
-    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=0.0, lease_s=9, clock=lambda: now_s[0])
+    arena = ByteArena(640, torch.device("cpu"))
+    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=0.0, clock=lambda: now_s[0])
     for _ in range(4):
         allocation = await scheduler.reserve(64, owner="a", timeout_s=30)
         now_s[0] += 2.0
@@ -84,8 +83,8 @@ async def test_a_refusal_says_when_the_bytes_will_be_free_by_what_ended_of_late(
 
 async def test_a_full_line_says_how_long_it_will_take_with_those_in_it():
     now_s = [0.0]
-    arena = ByteArena(640, torch.device("cpu"), clock=lambda: 0.0)
-    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=20.0, lease_s=9, clock=lambda: now_s[0])
+    arena = ByteArena(640, torch.device("cpu"))
+    scheduler = Scheduler(arena, max_waiting=1, admission_wait_s=20.0, clock=lambda: now_s[0])
     allocation = await scheduler.reserve(64, owner="a", timeout_s=30)
     now_s[0] = 3.0
     scheduler.release(allocation)

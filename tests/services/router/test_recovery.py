@@ -171,6 +171,21 @@ async def test_replays_are_bounded(start_stack: Any) -> None:
     assert stack.metric("request_failure_total", category="worker_lost") == 1
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_prompt_that_is_never_ready_in_time_is_refused_without_the_workers_words(
+    start_stack: Any, role: str
+) -> None:
+    stack = await start_stack(max_recoveries=1)
+    late = LeaseExpired("no reservation for transfer 0xbeef exists", reason="lease_expired")
+    getattr(stack, role)[0].faults = [failing_at(0, late)] * 2
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    error = response.json()["error"]
+    assert error["code"] == "overloaded"
+    assert error["message"] == "The workers did not have the prompt ready in time; repeat the request later"
+
+
 async def test_replay_waits_for_the_worker_to_come_back(stack: Any) -> None:
     worker = stack.decode[0]
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def make_arena(size_bytes, **kwargs):
-    return ByteArena(size_bytes, CPU, clock=lambda: 100.0, **kwargs)
+    return ByteArena(size_bytes, CPU, **kwargs)
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -32,7 +32,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(target=allocations, size_bytes=st.integers(1, 64 * 12))
     def reserve(self, size_bytes):
         try:
-            allocation = self.arena.reserve(size_bytes, owner="r", lease_s=5)
+            allocation = self.arena.reserve(size_bytes, owner="r")
         except CapacityExceeded:
             needed = -(-size_bytes // 64) * 64
             held = sorted((a.offset, a.size_bytes) for a in self.marks)
@@ -102,41 +102,40 @@ TestArenaMachine = ArenaMachine.TestCase
 def test_freed_neighbours_join_into_one_range_in_any_order():
     for order in [(0, 1, 2), (1, 0, 2), (2, 0, 1), (0, 2, 1)]:
         arena = make_arena(64 * 3)
-        held = [arena.reserve(64, owner=str(i), lease_s=1) for i in range(3)]
+        held = [arena.reserve(64, owner=str(i)) for i in range(3)]
         for i in order:
             arena.free(held[i])
-        assert arena.reserve(64 * 3, owner="all", lease_s=1).offset == 0
+        assert arena.reserve(64 * 3, owner="all").offset == 0
 
 
 def test_reserving_takes_the_first_range_that_fits():
     arena = make_arena(64 * 10)
-    held = [arena.reserve(64 * n, owner=str(n), lease_s=1) for n in (2, 1, 3, 1, 3)]
+    held = [arena.reserve(64 * n, owner=str(n)) for n in (2, 1, 3, 1, 3)]
     arena.free(held[0])
     arena.free(held[2])
-    assert arena.reserve(64 * 3, owner="x", lease_s=1).offset == held[2].offset
-    assert arena.reserve(64, owner="y", lease_s=1).offset == 0
+    assert arena.reserve(64 * 3, owner="x").offset == held[2].offset
+    assert arena.reserve(64, owner="y").offset == 0
 
 
 def test_a_full_arena_says_what_is_needed_and_what_is_free():
     arena = make_arena(256)
-    arena.reserve(200, owner="a", lease_s=1)
+    arena.reserve(200, owner="a")
     with pytest.raises(CapacityExceeded, match=r"needs 64 bytes.*0 of 256") as caught:
-        arena.reserve(1, owner="b", lease_s=1)
+        arena.reserve(1, owner="b")
     assert caught.value.reason == "arena_full"
 
 
 def test_a_request_beyond_the_whole_arena_is_invalid():
     with pytest.raises(InvalidRequest, match=r"needs 320 bytes.*arena has 256"):
-        make_arena(256).reserve(257, owner="a", lease_s=1)
+        make_arena(256).reserve(257, owner="a")
 
 
 def test_an_older_generation_of_the_same_range_is_not_held():
     arena = make_arena(64)
-    old = arena.reserve(64, owner="a", lease_s=2)
+    old = arena.reserve(64, owner="a")
     arena.free(old)
-    new = arena.reserve(64, owner="a", lease_s=2)
+    new = arena.reserve(64, owner="a")
     assert new.generation == old.generation + 1
-    assert new.lease_until_s == 102.0
     for use in (arena.free, arena.buffer, arena.state, lambda a: arena.advance(a, "in_transfer")):
         with pytest.raises(KvferryError, match="does not exist"):
             use(old)
@@ -145,7 +144,7 @@ def test_an_older_generation_of_the_same_range_is_not_held():
 
 def test_integrity_check_finds_an_overlap_and_a_wrong_count():
     arena = make_arena(256)
-    arena.reserve(64, owner="a", lease_s=1)
+    arena.reserve(64, owner="a")
     arena._free[0] = (0, 192)
     with pytest.raises(KvferryError, match="does not follow"):
         arena.check_integrity()
@@ -166,7 +165,7 @@ def test_threads_that_reserve_and_free_leave_the_arena_whole():
             for _ in range(100):
                 size = int(torch.randint(1, 64 * 12, (1,), generator=generator))
                 try:
-                    allocation = arena.reserve(size, owner=str(seed), lease_s=1)
+                    allocation = arena.reserve(size, owner=str(seed))
                 except CapacityExceeded:
                     continue
                 arena.buffer(allocation).fill_(seed)
