@@ -19,6 +19,9 @@ GPU_STALL_S = 30.0
 FRESH_S = 0.25
 """Nobody looks closer at an engine whose progress is as recent as this."""
 _COMPUTES_S = 0.001
+_LEAST_LOOKS = 3
+"""Where the whole process stood still, its engine gets time to go on: a long time between two looks says
+nothing of one thread."""
 
 
 class Heartbeat:
@@ -26,8 +29,8 @@ class Heartbeat:
 
     Attributes:
         last_s: when the engine last made progress; the engine assigns it.
-        waits: whether the engine waits for work, or for something that has a time limit of its own; the
-            engine assigns it.
+        waits: whether the engine waits for work, or for something that has a time limit of its own, and no
+            device computes for it; the engine assigns it.
         mark: the last progress and the thread's processor time when it was first seen without either, and
             when that was.
     """
@@ -38,10 +41,11 @@ class Heartbeat:
         self._clock = clock
         self._device_type = device_type
         self.mark: tuple[float, float, float] | None = None
+        self._num_looks = 0
 
     def is_wedged(self, thread: threading.Thread) -> bool:
-        """Whether the engine is wedged, asked a few times a second while `waits` is false and the progress is
-        not recent; otherwise `mark` must be reset.
+        """Whether the engine is wedged, asked a few times a second while it should make progress and has made
+        none of late; otherwise `mark` must be reset.
 
         Args: thread: the engine's.
         """
@@ -54,6 +58,8 @@ class Heartbeat:
             or self.mark[0] != self.last_s
             or (self._device_type == "cpu" and used_s - self.mark[1] > _COMPUTES_S)
         ):
-            self.mark = (self.last_s, used_s, now_s)
+            self.mark, self._num_looks = (self.last_s, used_s, now_s), 0
             return False
-        return now_s - self.mark[2] >= (STALL_S if self._device_type == "cpu" else GPU_STALL_S)
+        self._num_looks += 1
+        limit_s = STALL_S if self._device_type == "cpu" or self.waits else GPU_STALL_S
+        return now_s - self.mark[2] >= limit_s and self._num_looks >= _LEAST_LOOKS

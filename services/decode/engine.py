@@ -178,8 +178,8 @@ class DecodeEngine:
     @property
     def is_wedged(self) -> bool:
         """See `Heartbeat.is_wedged`; for the sweeper's thread."""
-        heartbeat = self.heartbeat
-        if heartbeat.waits or self._clock() - heartbeat.last_s < FRESH_S:
+        heartbeat = self.heartbeat  # told a few times a second also while there is no work
+        if self._warm_up is not None or self._clock() - heartbeat.last_s < FRESH_S:
             heartbeat.mark = None
             return False
         return heartbeat.is_wedged(self._thread)

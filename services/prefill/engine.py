@@ -150,7 +150,8 @@ class PrefillEngine:
     def is_wedged(self) -> bool:
         """See `Heartbeat.is_wedged`; for the service's sweeper."""
         heartbeat = self.heartbeat
-        if heartbeat.waits or self._clock() - heartbeat.last_s < FRESH_S:
+        ignores_work = self._has_worked and self._schedule.has_waiting and not self._schedule.started
+        if (heartbeat.waits and not ignores_work) or self._clock() - heartbeat.last_s < FRESH_S:
             heartbeat.mark = None
             return False
         return heartbeat.is_wedged(self._thread)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from kvtest.clock import Clock
+from kvtest.disturbed import FreezingCondition
 from kvtest.waiting import eventually
 
 from kvferry.shared import heartbeat
@@ -81,6 +82,28 @@ async def test_a_wedged_engine_gives_up_its_requests_and_frees_them_when_it_goes
     await eventually(lambda: made.service.is_ready)  # at the sweeper's next look; until then it gives up
     assert len(await made.tokens(request_of())) == 8
     assert made.service.is_ready
+
+
+async def test_an_engine_that_stands_still_while_it_waits_for_work_is_not_ready(
+    harness, request_of, monkeypatch
+):
+    clock = Clock()
+    made = await harness(clock=clock, heartbeat_timeout_s=1e6)
+    goes_on, stands_still = threading.Event(), threading.Event()
+    monkeypatch.setattr(FreezingCondition, "goes_on", goes_on)
+    monkeypatch.setattr(FreezingCondition, "stands_still", stands_still)
+    made.service._engine._condition.__class__ = FreezingCondition
+    await asyncio.to_thread(stands_still.wait, 60)
+    assert made.service.is_ready
+    while made.service.is_ready:
+        clock.turn(heartbeat.STALL_S)
+        await asyncio.sleep(0.02)
+    with pytest.raises(WorkerUnavailable, match="no progress"):
+        await made.tokens(request_of())
+    goes_on.set()
+    assert await made.arena_is_free()
+    await eventually(lambda: made.service.is_ready)
+    assert len(await made.tokens(request_of())) == 8
 
 
 async def test_a_busy_engine_is_not_wedged_however_long_its_step_takes(harness, request_of):

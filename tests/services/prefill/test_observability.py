@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from kvtest.clock import Clock
+from kvtest.disturbed import FreezingCondition
 from kvtest.prefill import make_prompt
 from kvtest.waiting import eventually
 from torch import Tensor
@@ -137,6 +138,31 @@ async def test_a_wedged_engine_gives_up_its_requests(
     await eventually(lambda: not harness.service._is_wedged)  # until then it gives up what comes
     await harness.run(harness.request(make_prompt(20)))
     await eventually(lambda: harness.service.is_ready)
+
+
+async def test_an_engine_that_stands_still_while_it_waits_for_work_gives_up_what_comes(
+    harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.services.prefill.service._SWEEP_INTERVAL_S", 0.05)
+    await harness.run(harness.request(make_prompt(20)))
+    engine = harness.service._engine
+    goes_on = threading.Event()
+    monkeypatch.setattr(FreezingCondition, "goes_on", goes_on)
+    engine._condition.__class__ = FreezingCondition
+    await eventually(lambda: engine.heartbeat.waits)
+    for _ in range(3):
+        prefill_clock.turn(heartbeat.STALL_S)
+        await asyncio.sleep(0.1)
+        assert not harness.service._is_wedged, "nothing waits for it"
+    running = asyncio.create_task(harness.run(harness.request(make_prompt(30))))
+    while not running.done():
+        prefill_clock.turn(heartbeat.STALL_S)
+        await asyncio.sleep(0.05)
+    with pytest.raises(WorkerUnavailable, match="no progress"):
+        await running
+    goes_on.set()
+    await eventually(lambda: not harness.service._is_wedged)
+    await harness.run(harness.request(make_prompt(20)))
 
 
 @pytest.mark.parametrize("prefill_options", [{"buffer_bytes": 4096}])
