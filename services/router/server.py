@@ -7,6 +7,7 @@ import gc
 import secrets
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from kvferry.services.router.app import create_app
@@ -61,7 +62,11 @@ def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], Worker
     prefill, decode = split_list(config.prefill_workers), split_list(config.decode_workers)
     certs = Certs(config.certs, "router") if config.certs else None
     calling: dict[str, Any] = {"certs": certs, "router": secrets.token_hex(8)}
-    polling: dict[str, Any] = {"disconnect": _close, "status_interval_s": config.status_interval_s}
+    polling: dict[str, Any] = {
+        "disconnect": _close,
+        "heard_s": attrgetter("heard_s"),
+        "status_interval_s": config.status_interval_s,
+    }
     return (
         WorkerPool("prefill", prefill, connect=partial(GrpcPrefillClient, **calling), **polling),
         WorkerPool("decode", decode, connect=partial(GrpcDecodeClient, **calling), **polling),

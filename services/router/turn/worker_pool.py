@@ -36,6 +36,9 @@ NUM_NEAR = 8
 MAX_STATUS_CALLS_PER_S = 200.0
 """Of one pool. With more workers, each is asked less often."""
 _STATUS_TIMEOUT_S = 2.0
+_STOOD_STILL_S = 1.0
+"""A time limit that runs out so much later than it should says that this router stood still, and nothing of
+the worker."""
 _MISSES = 5
 """The router connects anew to a worker after so many missed statuses in a row, and again after as many more:
 the connection may be at fault."""
@@ -58,6 +61,9 @@ class Worker(Generic[ClientT]):
 
         unknown ──status──► up ──refused, late twice, lost turn──► down ──status──► up
                                                                     └─ missed again: its turns are given up
+
+    A worker that answers late twice stays as it is if one of its streams says something meanwhile, or if this
+    router itself stood still: the machine is busy, and the worker is not dead.
 
     Attributes:
         status: the last one; None while the worker is down. The pool alone sets it.
@@ -116,6 +122,7 @@ class WorkerPool(Generic[ClientT]):
         targets: configured `host:port` names.
         connect: makes the client of an address; connects lazily.
         disconnect: closes a client that `connect` made.
+        heard_s: when one of a client's streams last brought a message, on the event loop's clock.
         resolve: the addresses behind a target.
     """
 
@@ -126,6 +133,7 @@ class WorkerPool(Generic[ClientT]):
         *,
         connect: Callable[[str], ClientT],
         disconnect: Callable[[ClientT], Awaitable[None]] | None = None,
+        heard_s: Callable[[ClientT], float] = lambda client: 0.0,
         resolve: Resolve | None = None,
         status_interval_s: float,
         status_timeout_s: float = _STATUS_TIMEOUT_S,
@@ -135,6 +143,7 @@ class WorkerPool(Generic[ClientT]):
         self._targets = tuple(targets)
         self._connect = connect
         self._disconnect = disconnect
+        self._heard_s = heard_s
         self._resolve = resolve or resolve_address
         self.status_interval_s = status_interval_s
         self._status_timeout_s = status_timeout_s
@@ -343,13 +352,15 @@ class WorkerPool(Generic[ClientT]):
             # One answer may be late on a busy machine; after two the worker is down, and its turns go on
             # elsewhere.
             status = await self._status_of(worker)
-        if status is None and (worker.in_flight or worker.missed % _MISSES == 0):
+        if status is None and worker.missed and (worker.in_flight or worker.missed % _MISSES == 0):
             await self._connect_anew(worker)
         if status is not None:
             self.take_status(worker, status)
 
     async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
-        """Ask once; where nothing answers, or for a second time not in time, the worker is down."""
+        """Ask once; a worker that refuses, or is late for a second time, is down as `Worker` says."""
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
         try:
             async with asyncio.timeout(self._status_timeout_s):
                 status = await worker.client.status(timeout_s=self._status_timeout_s)
@@ -357,8 +368,15 @@ class WorkerPool(Generic[ClientT]):
                 return status
         except (KvferryError, TimeoutError) as error:
             worker.missed += 1
-            if isinstance(error, TimeoutError | DeadlineExceeded) and worker.missed == 1:
-                return None
+            if isinstance(error, TimeoutError | DeadlineExceeded):
+                if worker.missed == 1:
+                    return None
+                stood_still = loop.time() - begin_s - self._status_timeout_s > _STOOD_STILL_S
+                # since the first of the two calls
+                was_heard = self._heard_s(worker.client) > begin_s - self._status_timeout_s
+                if stood_still or was_heard:
+                    worker.missed = 0
+                    return None
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
             self._set_status(worker, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -175,6 +176,35 @@ async def test_a_worker_is_not_down_for_one_late_status(error: Exception) -> Non
 
         it.workers["a"].status = never  # type: ignore[method-assign]
         await eventually(lambda: worker.ready_for is None)
+
+
+@pytest.mark.parametrize("sign", ["heard", "stood still"])
+async def test_a_worker_with_late_statuses_is_not_down_where_the_machine_is_busy(
+    sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its streams say something, or this router itself does not run."""
+    async with Pool("a") as it:
+        worker, loop = it.pool.worker("a"), asyncio.get_running_loop()
+        monkeypatch.setattr(worker_pool, "_STOOD_STILL_S", 0.05)
+        num_late, is_busy = 0, True
+
+        async def late(*, timeout_s: float) -> Any:
+            nonlocal num_late
+            num_late += 1
+            if is_busy and sign == "stood still":
+                time.sleep(timeout_s + 0.1)
+            raise DeadlineExceeded("late")
+
+        if sign == "heard":
+            monkeypatch.setattr(it.pool, "_heard_s", lambda _: loop.time() if is_busy else 0.0)
+        it.workers["a"].status = late  # type: ignore[method-assign]
+        with worker.busy():
+            await eventually(lambda: num_late >= 6)
+            assert worker.ready_for is not None
+            assert it.closed == []
+            is_busy = False
+            await eventually(lambda: it.closed == ["a"])  # its turns are given up
+            assert worker.ready_for is None
 
 
 async def test_lost_worker_is_down_until_its_next_status() -> None:
