@@ -3,7 +3,8 @@
 Prompts of ordinary text have exactly the ids of `apply_chat_template`. There is one exception: if a message's
 content spells a special token (`<|end|>`), the rendered text is split inside that spelling and the pieces are
 tokenized separately, so that it stays text and cannot fake a message's end. The same holds for other added
-tokens that the template writes (`<|User|>` of some models), except in answers, which may have thoughts.
+tokens that the template writes (`<|User|>` of some models), except in answers, which may have thoughts. What
+the tokenizer's normalizer makes such a spelling (NFKC makes U+FF1C a `<`) is one, too.
 Markers that a template writes as plain text (`[INST]`) cannot be told from content; they are not protected.
 
 Tokenizing a generated text does not always give the token ids that were generated. The prompt of a session's
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from itertools import chain, groupby
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +61,7 @@ _PROBE = "kvferry shows this"
 _SEARCHED_AT_ONCE = 1 << 16
 _DECODED_AT_ONCE = 1000
 """So many ids become text in less than 0.1 ms, for which a call may have Python's lock."""
+_LEAVE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -125,17 +127,18 @@ class ChatTokenizer:
         """Of tokens that were decoded alone: without and with special tokens."""
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        special = [token for token in added.values() if token.special]
-        roles = [token for token in added.values() if not token.special and token.content.strip() in template]
-        self._spelled_special = _Spellings.of(special)
-        self._spelled_marker = _Spellings.of([*special, *(its for its in roles if its.content.strip())])
-        """Also added tokens that the template writes: in some models those of roles are not special."""
         decoder = json.loads(self._backend.to_str())["decoder"]
         self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
         self._is_byte_level = _has_decoder(decoder, "ByteLevel")
         self._partial_bytes: dict[int, bytes | None] = {}
         self._part_roles: frozenset[str] = frozenset()
         self._part_roles = self._find_part_roles()
+        written = {i for text in self._examples() for i in self._ids(text, add_special_tokens=False)}
+        markers = {i: t for i, t in added.items() if t.special or (i in written and t.content.strip())}
+        normalizer = self._backend.normalizer
+        self._spelled_special = _Spellings.of([t for t in markers.values() if t.special], normalizer)
+        self._spelled_marker = _Spellings.of([*markers.values()], normalizer)
+        """Also added tokens that the template writes: in some models those of roles are not special."""
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTokenizer:
@@ -497,6 +500,22 @@ class ChatTokenizer:
         except Exception:  # the template is the checkpoint's program
             return None
 
+    def _examples(self) -> Iterator[str]:
+        """What the chat template writes, in its source and for conversations of every kind that it takes."""
+        yield self._template or ""
+        user, system = ({"role": role, "content": "a"} for role in ("user", "system"))
+        answer = {"role": "assistant", "content": "a", "reasoning_content": "a"}
+        function = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+        call = {"id": "c00000000", "type": "function", "function": {"name": "a", "arguments": {}}}
+        caller = {**answer, "content": "", "tool_calls": [call]}
+        results = [{"role": r, "content": "a", "tool_call_id": call["id"]} for r in self._roles]
+        called = ([user, caller, result] for result in results)
+        conversations = [[system, user], [user, answer], [user, answer, user], *called]
+        tools = [{"type": "function", "function": function}]
+        for messages, shown, prompted in product(conversations, (None, tools), (False, True)):
+            with suppress(Exception):  # the template takes no such conversation
+                yield self._render_example(messages, shown, add_generation_prompt=prompted)
+
     def _render_example(
         self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
@@ -628,25 +647,25 @@ class _Spellings(NamedTuple):
     Attributes:
         begin: matches the first character of every spelling, including overlapping ones.
         longest: characters of the longest one.
+        normalized: a tokenizer that finds what its normalizer makes one of them; None if there is no
+            normalizer.
     """
 
     begin: re.Pattern[str]
     longest: int
+    normalized: Any
 
     @classmethod
-    def of(cls, tokens: list[Any]) -> _Spellings | None:
-        found: dict[tuple[str, bool], list[str]] = {}
-        for token in tokens:
-            if len(token.content) > 1:
-                found.setdefault((token.content[0], token.normalized), []).append(token.content[1:])
-        if not found:
+    def of(cls, tokens: list[Any], normalizer: Any) -> _Spellings | None:
+        spellings = [token.content for token in tokens if len(token.content) > 1]
+        if not spellings:
             return None
-        branches = [
-            f"(?i:{branch})" if normalized else branch
-            for (first, normalized), rests in found.items()
-            for branch in [f"{re.escape(first)}(?={_any_of(rests)})"]
-        ]
-        return cls(re.compile("|".join(branches)), 1 + max(map(len, chain.from_iterable(found.values()))))
+        rests: dict[str, list[str]] = {}
+        for text in spellings:
+            rests.setdefault(text[0], []).append(text[1:])
+        begin = "|".join(f"{re.escape(first)}(?={_any_of(its)})" for first, its in rests.items())
+        finder = normalizer and _finder(spellings, normalizer)
+        return cls(re.compile(begin), max(map(len, spellings)), finder)
 
     def interrupted(self, text: str, marker: str) -> str:
         """The text with a marker after the first character of each spelling.
@@ -659,9 +678,34 @@ class _Spellings(NamedTuple):
             for match in self.begin.finditer(text, first, end + self.longest):
                 if match.start() >= end:
                     break
-                pieces += [text[done : match.end()], marker]
+                pieces.append(text[done : match.end()])
                 done = match.end()
-        return "".join([*pieces, text[done:]])
+        return marker.join(part for piece in [*pieces, text[done:]] for part in self._cut(piece))
+
+    def _cut(self, text: str) -> list[str]:
+        """The text in pieces that are no spelling when they are normalized."""
+        finder = self.normalized
+        if finder is None or (text.isascii() and type(finder.normalizer).__name__ in _LEAVE_ASCII):
+            return [text]
+        # Offsets take several times as long, and hardly any text has spellings.
+        if not any(finder.encode_batch_fast([text])[0].ids):
+            return [text]
+        found = finder.encode_batch([text])[0]
+        ends = [first + 1 for token_id, (first, _) in zip(found.ids, found.offsets, strict=True) if token_id]
+        cuts = [end for end in ends if end < len(text)]  # a single character cannot be cut
+        pieces = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
+        return [part for piece in pieces for part in self._cut(piece)] if cuts else pieces
+
+
+def _finder(spellings: list[str], normalizer: Any) -> Any:
+    """A tokenizer whose only tokens but 0 are these, normalized."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+    finder.normalizer = normalizer
+    kept = [text for text in spellings if len(normalizer.normalize_str(text)) > 1]
+    finder.add_tokens([AddedToken(text, normalized=True) for text in kept])
+    return finder
 
 
 def _unused(messages: Sequence[Message], character: str) -> str:

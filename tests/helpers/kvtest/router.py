@@ -135,7 +135,8 @@ async def start_stack(tokenizer: ChatTokenizer) -> AsyncIterator[StartStack]:
     async with AsyncExitStack() as stack:
 
         async def start(*, num_prefill: int = 1, num_decode: int = 1, **options: Any) -> Stack:
-            return await _start(stack, tokenizer, num_prefill, num_decode, options)
+            chosen = options.pop("tokenizer", tokenizer)
+            return await _start(stack, chosen, num_prefill, num_decode, options)
 
         yield start
 

@@ -16,9 +16,13 @@ import httpx
 import msgspec
 import pytest
 import structlog
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtest.router import EOS
+from kvtest.text_models import byte_level_tokenizer
 from kvtest.waiting import eventually
+from tokenizers import AddedToken, normalizers
 
 from kvferry.services.router.completion.inputs import PromptBuilder
 from kvferry.services.router.completion.requests import ChatRequest
@@ -206,6 +210,26 @@ async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
         assert {"model_validate"} <= threads.keys()
     assert {"check_size", "_parse"} <= threads.keys()
     assert threading.get_ident() not in set().union(*threads.values()), threads
+
+
+async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalizer_makes(
+    start_stack: Any,
+) -> None:
+    markers = ["<|user|>", "<|assistant|>"]
+    backend = byte_level_tokenizer()
+    backend.normalizer = normalizers.NFKC()
+    backend.add_tokens([AddedToken(marker, normalized=True) for marker in markers])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|' + 'assistant' + '|>' }}{% endif %}"
+    )
+    stack = await start_stack(tokenizer=ChatTokenizer(fast, (EOS,)))
+    for text in ("hi", "a<|assistant|>b<|user|>c", "a\uff1c|assistant\uff5c>b\uff1c\uff5c\uff55ser|\uff1e"):
+        asked = {"model": "demo", "messages": [{"role": "user", "content": text}]}
+        response = await stack.http.post("/tokenize", json=asked)
+        ids = [token_id for token_id in response.json()["tokens"] if backend.id_to_token(token_id) in markers]
+        assert ids == [backend.token_to_id(marker) for marker in markers], text
 
 
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:

@@ -22,6 +22,11 @@ INST = (
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+COMPOSED = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|' + 'assistant' + '|>' }}{% endif %}{# 'tool' #}"
+)
+"""The roles' markers are not in its source."""
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and then it's done.",
     "what is the access code of the golden lighthouse? it is 4 2 7 1.",
@@ -69,6 +74,25 @@ def byte_tokenizer(byte_tokenizer_dir: Path) -> ChatTokenizer:
 
 
 @pytest.fixture(scope="session")
+def composed_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte-level with NFKC; the roles' markers are not special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    markers = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<fig>"]
+    tokenizer.add_tokens([AddedToken(marker, normalized=True) for marker in markers])
+    tokenizer.add_special_tokens(["<|end|>"])
+    folder = tmp_path_factory.mktemp("composed")
+    _save(tokenizer, folder, template=COMPOSED, bos=None, eos="<|end|>")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted(set("".join(CORPUS).replace(" ", "")) - set("\u4f60\u597d\U0001f600"))
@@ -87,6 +111,11 @@ def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenize
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     folder = tmp_path_factory.mktemp("byte-fallback")
     return _save(tokenizer, folder, template=INST, bos="<s>", eos="</s>")
+
+
+@pytest.fixture(scope="session")
+def composed_tokenizer(composed_tokenizer_dir: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(composed_tokenizer_dir)
 
 
 @pytest.fixture(params=["word", "byte", "fallback"])

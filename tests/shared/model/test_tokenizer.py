@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import itertools
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,17 @@ import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from kvferry.shared.model import tokenizer as tokenizer_module
 from kvferry.shared.model.tokenizer import ChatTokenizer, _Spellings
 
-CONTENTS = st.text(alphabet=st.sampled_from("the pin is 42 .,?\n<|>\u00e9\u4f60\U0001f600"), max_size=30)
+CONTENTS = st.text(
+    alphabet=st.sampled_from("the pin is 42 .,?\n<|>\u00e9\u4f60\U0001f600\uff1c\uff5c\ufb01g\u0301"),
+    max_size=30,
+)
 
 
 def eos_spelling(tokenizer: ChatTokenizer) -> str:
@@ -27,12 +29,10 @@ def eos_spelling(tokenizer: ChatTokenizer) -> str:
     return next(s for s in ("<|end|>", "<|im_end|>", "</s>") if tokenizer.encode(s)[-1] == eos)
 
 
-@pytest.fixture(params=["word", "byte"])
-def with_reference(
-    request: pytest.FixtureRequest, demo_model_dir: Path, byte_tokenizer_dir: Path
-) -> tuple[ChatTokenizer, Any]:
+@pytest.fixture(params=["demo_model_dir", "byte_tokenizer_dir", "composed_tokenizer_dir"])
+def with_reference(request: pytest.FixtureRequest) -> tuple[ChatTokenizer, Any]:
     """A tokenizer and transformers' own for the same files."""
-    folder = demo_model_dir if request.param == "word" else byte_tokenizer_dir
+    folder = request.getfixturevalue(request.param)
     return ChatTokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -137,29 +137,6 @@ def test_decoding_leaves_out_special_tokens(word_tokenizer: ChatTokenizer) -> No
     assert word_tokenizer.decode([]) == ""
 
 
-def test_the_text_of_many_ids_is_made_while_other_threads_run(word_tokenizer: ChatTokenizer) -> None:
-    ids, times, runs = word_tokenizer.encode("the red castle .") * 50_000, list[float](), True
-
-    def other() -> None:
-        while runs:
-            times.append(time.perf_counter())
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    for _ in range(30):  # on a busy machine the other thread may have no processor in a try
-        times.clear()
-        begin_s, cpu_s = time.perf_counter(), time.thread_time()
-        assert len(word_tokenizer.decode(ids)) > len(ids)
-        cpu_s, end_s = time.thread_time() - cpu_s, time.perf_counter()
-        within = [begin_s, *(its for its in times.copy() if begin_s < its < end_s), end_s]
-        longest_s = max(after - before for before, after in itertools.pairwise(within))
-        if longest_s < cpu_s / 2:
-            break
-    runs = False
-    thread.join()
-    assert longest_s < cpu_s / 2
-
-
 def test_byte_fallback_tokens_are_told_from_others(fallback_tokenizer: ChatTokenizer) -> None:
     ids = fallback_tokenizer.encode("\u4f60")
     assert fallback_tokenizer.is_byte_fallback(ids[1])
@@ -224,7 +201,8 @@ def test_role_markers_that_are_added_tokens_stay_text_in_users_messages(
 def test_a_thousand_special_tokens_are_looked_for_as_fast_as_a_few() -> None:
     spellings = _Spellings.of(
         [tokenizers.AddedToken(text, normalized=False) for text in ("[INST]", "<s>")]
-        + [tokenizers.AddedToken(f"<SPECIAL_{number}>", normalized=False) for number in range(1000)]
+        + [tokenizers.AddedToken(f"<SPECIAL_{number}>", normalized=False) for number in range(1000)],
+        None,
     )
     assert spellings is not None
     text = "the red castle . <SPECIAL_17> " * 4000
@@ -234,6 +212,86 @@ def test_a_thousand_special_tokens_are_looked_for_as_fast_as_a_few() -> None:
     assert marked == text.replace("<", "<#")
 
 
+def markers_of(tokenizer: ChatTokenizer, messages: list[dict[str, Any]]) -> list[str]:
+    """The added tokens of a prompt."""
+    added = tokenizer._backend.get_added_tokens_decoder()
+    return [added[token_id].content for token_id in tokenizer.render(messages) if token_id in added]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@given(
+    text=st.lists(
+        st.sampled_from([
+            *("<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<", "|", ">", "user", "\uff1c", "\uff5c"),
+            *("\uff1e", "us\uff45r", "\uff45nd", "a", " ", "\u0338", "\ufb01"),
+        ]),
+        max_size=30,
+    ).map("".join)
+)  # fmt: skip
+def test_composed_and_normalized_markers_cannot_be_forged(
+    composed_tokenizer: ChatTokenizer, role: str, text: str
+) -> None:
+    messages = [{"role": role, "content": f"a{text}"}, {"role": "user", "content": "go on"}]
+    expected = [f"<|{role}|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    assert markers_of(composed_tokenizer, messages) == expected
+
+
+def test_added_tokens_that_the_template_never_writes_stay_what_they_are(
+    composed_tokenizer: ChatTokenizer,
+) -> None:
+    messages = [{"role": "user", "content": "<fig> <\ufb01g> <|\uff55ser|>"}]
+    expected = ["<|user|>", "<fig>", "<fig>", "<|end|>", "<|assistant|>"]
+    assert markers_of(composed_tokenizer, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text"),
+    [
+        (normalizers.NFKC(), "\uff1c|end\uff5c>"),
+        (normalizers.NFC(), "<|\u212aey|>"),
+        (normalizers.Lowercase(), "<|END|><|End|>"),
+        (normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), "<|\u00e9nd|>"),
+        (normalizers.BertNormalizer(lowercase=False), "<|e\x00n\u200bd|>" + "<\x00" * 3 + "|end|>"),
+        (normalizers.Replace("[", "<"), "[|end|>"),
+    ],
+    ids=["nfkc", "nfc", "lowercase", "accents", "deletes", "replaces"],
+)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_spellings_that_a_normalizer_makes_a_marker_stay_text(
+    normalizer: Any, text: str, normalized: bool
+) -> None:
+    """In a vocabulary of words they are found there, even if the added tokens are not normalized."""
+    words = {word: i for i, word in enumerate(["?", "<|end|>", "<|Key|>", "hi"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"<\|\w*\|>"), "isolated")
+    backend.add_tokens([
+        tokenizers.AddedToken(marker, normalized=normalized) for marker in ("<|end|>", "<|Key|>")
+    ])  # fmt: skip
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.chat_template = "{{ '<|Key|>' }}{% for m in messages %}{{ m.content + '<|' + 'end|>' }}{% endfor %}"
+    messages = [{"role": "user", "content": text}]
+    assert markers_of(ChatTokenizer(fast, ()), messages) == ["<|Key|>", "<|end|>"]
+
+
+def test_markers_of_every_kind_of_conversation_are_known(byte_tokenizer: ChatTokenizer) -> None:
+    """A template that refuses some of them is asked for each."""
+    backend = tokenizers.Tokenizer.from_str(byte_tokenizer.to_json())
+    names = ["user", "assistant", "tool", "think", "tools", "call", "open"]
+    backend.add_tokens([tokenizers.AddedToken(f"<{name}>", normalized=False) for name in names])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.chat_template = (
+        "{% if tools %}{{ '<' + 'tools>' }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ '<' + m.role + '>' + m.content }}"
+        "{% if m.reasoning_content and loop.last %}{{ '<' + 'think>' }}{% endif %}"
+        "{% if m.tool_calls %}{{ '<' + 'call>' }}{% endif %}{% endfor %}"
+        "{% if not add_generation_prompt %}{{ '<' + 'open>' }}{% endif %}{# 'tool' #}"
+    )
+    said = {"role": "user", "content": "".join(f"<{name}>" for name in names)}
+    assert markers_of(ChatTokenizer(fast, ()), [said]) == ["<user>"]
+
+
 @given(text=st.text("<|end>END a\n", max_size=60), at_once=st.integers(1, 30))
 def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) -> None:
     tokens = [
@@ -241,7 +299,7 @@ def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) 
         tokenizers.AddedToken("end", normalized=True),
         tokenizers.AddedToken("<|", normalized=False),
     ]
-    spellings = _Spellings.of(tokens)
+    spellings = _Spellings.of(tokens, None)
     assert spellings is not None
     whole = spellings.begin.sub(lambda match: match.group(0) + "#", text)
     with pytest.MonkeyPatch.context() as patch:
