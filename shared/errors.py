@@ -38,6 +38,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+OTHER_RELEASE = "other_release"
+"""The reason of an error about a plan or a message with something that this release does not know, or without
+what it needs: router and worker are of different releases."""
+
 
 class KvferryError(Exception):
     """Base of every deliberate error.

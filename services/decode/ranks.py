@@ -146,6 +146,7 @@ class DecodeRanks:
                     f"format {layer.format.name!r} of method {method!r} cannot be divided among the "
                     f"{self.num_ranks} ranks of this decode worker",
                     param="kv_compression.method",
+                    reason="ranks",
                 )
 
     # ---- transfers ---------------------------------------------------------------------------------------

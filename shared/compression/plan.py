@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.errors import OTHER_RELEASE, ConfigurationError, InvalidRequest
 
 ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
@@ -210,14 +210,19 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
 
     Types are exact: a bool is not an int, an int is not a float.
 
-    Raises: InvalidRequest: another name or type, or a value that is not allowed.
+    Raises: InvalidRequest: another name (OTHER_RELEASE) or type, or a value that is not allowed.
     """
     types: dict[str, type] = {}
     for key, its in allowed.items():
         types[key] = its if isinstance(its, type) else type(its.low if isinstance(its, Between) else its[0])
     if dict(zip(params, map(type, params.values()), strict=True)) != types:
         takes = ", ".join(f"{key} ({its.__name__})" for key, its in types.items()) or "no parameters"
-        raise InvalidRequest(f"{name} was given {dict(params)}; it takes {takes}", param="kv_compression")
+        said, reason = f"was given {dict(params)}", ""
+        if params.keys() != types.keys():  # clients name no others than the preset's
+            differ = {"does not know": params.keys() - types.keys(), "needs": types.keys() - params.keys()}
+            said = " and ".join(f"{verb} {', '.join(sorted(keys))}" for verb, keys in differ.items() if keys)
+            reason = OTHER_RELEASE
+        raise InvalidRequest(f"{name} {said}; it takes {takes}", param="kv_compression", reason=reason)
     for key, its in allowed.items():
         value: Any = params[key]
         if isinstance(its, type):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.installed import installed_methods
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
@@ -234,7 +235,22 @@ def plan_for(
                 param=f"kv_compression.{field}",
             )
         plan = replace(plan, budget=budget)
-    return _overridden(plan, overrides) if overrides else plan
+    return _without_defaults(_overridden(plan, overrides) if overrides else plan)
+
+
+def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
+    """Leave out parameters of the format that plans may lack where they have their defaults: workers of an
+    earlier release refuse a plan with a name that they do not know."""
+    part = plan.representation
+    defaults = format_class(part).defaults
+    if not defaults.keys() & part.params.keys():
+        return plan
+    params = {
+        name: value
+        for name, value in part.params.items()
+        if (type(value), value) != (type(defaults.get(name)), defaults.get(name))
+    }
+    return replace(plan, representation=replace(part, params=params))
 
 
 def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> CompressionPlan:

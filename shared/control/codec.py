@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvferry.proto import control_pb2 as pb
 from kvferry.shared.control import messages
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import OTHER_RELEASE, InvalidRequest
 
 _Convert = Callable[[Any], Any]
 _Pair = tuple[_Convert, _Convert]
@@ -147,7 +147,7 @@ def _reader(
     """Reads a message's fields: as a function of its own, since a stream's messages are read one a token."""
 
     def missing(name: str) -> InvalidRequest:
-        return InvalidRequest(f"{message.name} has no {name}; it is required", param=name)
+        return _of_other_release(f"{message.name} has no {name}; it is required", name)
 
     names: dict[str, Any] = {"kind": kind, "missing": missing, "new": object.__new__}
     checks, fields = [], []
@@ -226,7 +226,7 @@ class _Choices(dict[Any, Any]):
 
     def __missing__(self, value: object) -> Any:
         message = f"{self._field} is {value!r}; {self._allowed} are allowed"
-        raise InvalidRequest(message, param=self._field) from None
+        raise _of_other_release(message, self._field) from None
 
 
 def _union(kinds: set[type], message: Descriptor) -> _Pair:
@@ -250,11 +250,15 @@ def _union(kinds: set[type], message: Descriptor) -> _Pair:
         name = content.WhichOneof(group.name)
         if name is None:
             unknown = f"{message.name} has no {group.name} that this version knows"
-            raise InvalidRequest(unknown, param=group.name)
+            raise _of_other_release(unknown, group.name)
         value, convert = getattr(content, name), readers[name]
         return value if convert is None else convert(value)
 
     return write_member, read_member
+
+
+def _of_other_release(message: str, field: str) -> InvalidRequest:
+    return InvalidRequest(message, param=field, reason=OTHER_RELEASE)
 
 
 CODECS: Mapping[str, Codec] = {

@@ -12,7 +12,16 @@ import grpc
 
 from kvferry.shared import errors
 from kvferry.shared.control.seal import Seal
-from kvferry.shared.errors import Cancelled, DeadlineExceeded, KvferryError, WorkerUnavailable
+from kvferry.shared.errors import (
+    OTHER_RELEASE,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    WorkerUnavailable,
+)
+from kvferry.shared.version import VERSION
 
 CLASS_KEY = "kvferry-error-class"
 REASON_KEY = "kvferry-error-reason"
@@ -43,9 +52,13 @@ Status = tuple[grpc.StatusCode, str, Metadata]
 def to_status(error: KvferryError, seal: Seal | None) -> Status:
     """Status code, details and trailing metadata of an error, bounded so that headers stay small.
 
+    What another release has sent is no mistake of the router's client, and another worker may know it.
+
     Args: seal: of the call, not used yet. With it, neither a damaged status nor one of another call is taken
         for this one.
     """
+    if error.reason == OTHER_RELEASE and isinstance(error, InvalidRequest):
+        error = Overloaded(f"in kvferry {VERSION}, {error.message}", reason=OTHER_RELEASE)
     metadata: list[tuple[str, str | bytes]] = [
         (CLASS_KEY, _nearest_class(type(error))),
         (REASON_KEY, error.reason if error.reason.isascii() and error.reason.isprintable() else "other"),

@@ -9,13 +9,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
 from kvferry.services.router.turn.worker_pool import Role, Worker
 from kvferry.shared.compression.plan import CompressionPlan
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     DecodeControl,
     FinishReason,
@@ -35,9 +36,18 @@ from kvferry.shared.control.messages import (
     TransferAccepted,
     TransferDone,
 )
-from kvferry.shared.errors import Cancelled, KvferryError, TransferFailed, WorkerUnavailable
+from kvferry.shared.errors import (
+    OTHER_RELEASE,
+    Cancelled,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.version import VERSION
 
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
@@ -307,7 +317,31 @@ class Attempt:
                 # The surviving end reports a broken transfer.
                 peer: Role = "prefill" if role == "decode" else "decode"
                 self.failed_role = peer if isinstance(error, TransferFailed) else role
+                if _is_of_release(error):
+                    raise self._of_release(error, role) from error
             raise
+
+    def _of_release(self, error: KvferryError, role: Role) -> KvferryError:
+        """Blame the worker's release for a refusal of what this router finds right.
+
+        Raises: InvalidRequest: the plan does not go with the prompt; its client is to be told so.
+        """
+        request, model = self._request, self._request.model
+        for budget in (request.plan.budget, *request.plan.budget.smaller()):
+            resolve_plan(
+                replace(request.plan, budget=budget),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                max_new_tokens=request.sampling.max_tokens,
+                num_layers=model.num_layers,
+                head_dim=model.head_dim,
+                layers=model.layers,
+            )
+        address = (self.prefill if role == "prefill" else self.decode).address
+        return Overloaded(
+            f"The {role} worker {address} cannot run method {request.plan.method!r} as this router, kvferry "
+            f"{VERSION}, sends it; the two are of different releases: {error.message}",
+            reason=OTHER_RELEASE,
+        )
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -440,6 +474,14 @@ class SiblingAttempt(Attempt):
     async def _ship(self, ticket: Ticket) -> None:
         self._stats.first = self._sharing.first
         self._first.set_result(self._token)
+
+
+def _is_of_release(error: KvferryError) -> bool:
+    """Whether a worker refuses what its router made of a request. Those of earlier releases do not say so."""
+    if error.reason == OTHER_RELEASE:
+        return True
+    is_plain = isinstance(error, InvalidRequest) and error.reason == InvalidRequest.category
+    return is_plain and (error.param or "").startswith(("kv_compression", "ticket"))
 
 
 async def _until(

@@ -60,7 +60,8 @@ class Readiness:
             return self._drain.refusal()
         if served_model(self._runner.prefill, self._runner.decode, ready_only=True) is None:
             return WorkerUnavailable(
-                "No prefill and decode worker with the same model are ready",
+                "No prefill and decode worker with the same model are ready"
+                f"{self._runner.prefill.misunderstood or self._runner.decode.misunderstood}",
                 retry_after_s=self._runner.prefill.status_interval_s,
             )
         if self._age_s() > self._window_s:

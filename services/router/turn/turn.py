@@ -144,7 +144,8 @@ class TurnRunner:
         model = served_model(self.prefill, self.decode)
         if model is None:
             raise Overloaded(
-                "No ready prefill/decode pair serves the same model",
+                "No ready prefill/decode pair serves the same model"
+                f"{self.prefill.misunderstood or self.decode.misunderstood}",
                 retry_after_s=self.prefill.status_interval_s,
             )
         return model
@@ -439,8 +440,8 @@ class Turn:
         return "length" if len(delivered) >= request.sampling.max_tokens else None
 
     def _tries_elsewhere(self, error: KvferryError, attempt: Attempt) -> bool:
-        """Whether another worker may run the turn that this one, which lacks room or is to end, has refused.
-        This is not a recovery."""
+        """Whether another worker may run the turn that this one has refused: it lacks room, is to end, or
+        does not know what it is to do. This is not a recovery."""
         drains = error.reason == REASON
         if not (_is_refusal(error) or drains) or self.stats.token_ids or attempt.failed_role is None:
             return False
@@ -449,7 +450,7 @@ class Turn:
             pool.report_lost(address, attempt.instance_ids[attempt.failed_role])
         avoid = self._avoid[attempt.failed_role]
         avoid.add(address)
-        others = pool.ready_workers(self.request.model.fingerprint)
+        others = pool.ready_workers(self.request.model.fingerprint, attempt.prefill.version)
         return any(worker.address not in avoid for worker in others)
 
     async def _recover(self, error: KvferryError, attempt: Attempt) -> None:
@@ -523,6 +524,6 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
 
 
 def _is_refusal(error: KvferryError) -> bool:
-    """The worker works and has no room now; the client is told when to retry."""
+    """The worker works and has no room now, or is of another release; the client may retry."""
     overloaded = isinstance(error, Overloaded) and not isinstance(error, WorkerUnavailable)
     return (overloaded and not isinstance(error, SessionPending)) or isinstance(error, CapacityExceeded)

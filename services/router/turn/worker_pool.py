@@ -42,6 +42,8 @@ the worker."""
 _MISSES = 5
 """The router connects anew to a worker after so many missed statuses in a row, and again after as many more:
 the connection may be at fault."""
+_FOREIGN = ("damaged", "bad_answer")
+"""Reasons for which an answer is not understood: the worker may be of another release."""
 _RESOLVE_INTERVAL_S = 5.0
 _RESOLVE_TIMEOUT_S = 5.0
 
@@ -69,6 +71,7 @@ class Worker(Generic[ClientT]):
         status: the last one; None while the worker is down. The pool alone sets it.
         model, version: its model and block protocol when it was last up.
         missed: statuses since the last one that came.
+        problem: why the last one was not understood; "" where it was, or none came.
         in_flight: this router's turns at the worker.
     """
 
@@ -79,6 +82,7 @@ class Worker(Generic[ClientT]):
     instance_id: str = ""
     version: int = 0
     missed: int = 0
+    problem: str = ""
     in_flight: int = 0
 
     @property
@@ -197,6 +201,12 @@ class WorkerPool(Generic[ClientT]):
     ) -> tuple[Worker[ClientT], ...]:
         return self._ring(fingerprint, version).workers
 
+    @property
+    def misunderstood(self) -> str:
+        """The end of a sentence about a worker whose status is not understood; "" where there is none."""
+        found = (its for its in self._workers.values() if its.status is None and its.problem)
+        return next((f"; of the {self.role} worker {its.address}: {its.problem}" for its in found), "")
+
     def versions(self, fingerprint: str) -> Counter[int]:
         """The block protocols of the model's ready workers, and how many workers speak each."""
         return self._ring(fingerprint).versions
@@ -238,7 +248,7 @@ class WorkerPool(Generic[ClientT]):
         ready = self.ready_workers(fingerprint, version)
         if not ready:
             raise WorkerUnavailable(
-                f"No {self.role} worker is ready; {len(self._workers)} known",
+                f"No {self.role} worker is ready; {len(self._workers)} known{self.misunderstood}",
                 retry_after_s=self.status_interval_s,
             )
         for address in prefer:
@@ -364,7 +374,7 @@ class WorkerPool(Generic[ClientT]):
         try:
             async with asyncio.timeout(self._status_timeout_s):
                 status = await worker.client.status(timeout_s=self._status_timeout_s)
-                worker.missed = 0
+                worker.missed, worker.problem = 0, ""
                 return status
         except (KvferryError, TimeoutError) as error:
             worker.missed += 1
@@ -377,6 +387,8 @@ class WorkerPool(Generic[ClientT]):
                 if stood_still or was_heard:
                     worker.missed = 0
                     return None
+            is_foreign = isinstance(error, KvferryError) and error.reason in _FOREIGN
+            worker.problem = str(error) if is_foreign else ""
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
             self._set_status(worker, None)

@@ -202,7 +202,9 @@ class LayerFormat(ABC):
         finite: the tensors whose every number must be finite when they arrive.
         is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
         allowed: the parameters of the part that names the format; see `read_params`.
-        defaults: of the parameters that plans may lack, as those of an earlier release's router do.
+        defaults: of the parameters that plans may lack. A parameter that is added to a format must have one:
+            routers and workers of earlier releases do not know it, so `presets.plan_for` leaves it out where
+            it has its default. A default never changes, or releases would take one plan for two.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.

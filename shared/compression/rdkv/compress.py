@@ -49,7 +49,7 @@ RDKV_PARAMS: Allowed = {
     DRAFT_KERNEL_SIZE: Between(1, 255, odd=True),
 }
 RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False, DRAFT_TOKENS: 0, DRAFT_KERNEL_SIZE: 5}
-"""Of parameters that plans may lack: routers of earlier releases do not know them, nor do their workers."""
+"""See `LayerFormat.defaults`."""
 
 
 @dataclass(frozen=True, kw_only=True)

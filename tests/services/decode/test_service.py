@@ -13,7 +13,11 @@ from kvtest.decode import MIXED, oracle_ids
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.shared.compression.attention.interface import AttentionKind
 from kvferry.shared.compression.attention.kinds import ATTENTIONS
-from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.compression.plan import Part
+from kvferry.shared.control.client import GrpcDecodeClient
+from kvferry.shared.control.server import serve_control
+from kvferry.shared.errors import OTHER_RELEASE, KvferryError, Overloaded, WorkerUnavailable
+from kvferry.shared.version import VERSION
 
 
 @pytest.mark.parametrize("case", MIXED, ids=[str(i) for i in range(len(MIXED))])
@@ -22,6 +26,33 @@ async def test_tokens_equal_the_oracle_for_every_method(harness, request_of, sma
     made = await harness()
     assert await made.tokens(request) == oracle_ids(small_model(), request)
     assert await made.arena_is_free()
+
+
+@pytest.mark.parametrize(
+    ("add", "leave_out", "says"),
+    [
+        ({"token_weights": "attention"}, "", "does not know token_weights; it takes epsilon_table"),
+        ({}, "window", "needs window; it takes"),
+        ({"new": 1}, "window", "does not know new and needs window; it takes"),
+    ],
+)
+async def test_a_plan_of_another_release_is_refused_as_no_mistake_of_a_client(
+    harness, request_of, add, leave_out, says
+):
+    request = request_of(method="rdkv", tokens=8)
+    params = {**request.plan.representation.params, **add}
+    params.pop(leave_out, None)
+    plan = dataclasses.replace(request.plan, representation=Part(name="rdkv", params=params))
+    made = await harness()
+    server = await serve_control(listen="127.0.0.1:0", decode=made.service)
+    client = GrpcDecodeClient(server.address)
+    try:
+        with pytest.raises(Overloaded, match=f"^in kvferry {VERSION}, format 'rdkv' {says}") as caught:
+            await anext(client.generate(dataclasses.replace(request, plan=plan), timeout_s=60))
+    finally:
+        await client.close()
+        await server.close(0)
+    assert (type(caught.value), caught.value.reason) == (Overloaded, OTHER_RELEASE)
 
 
 @pytest.mark.parametrize("max_batch_size", [3, 32])

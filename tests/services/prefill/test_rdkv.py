@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from kvtest.prefill import make_prompt
+from kvtest.prefill import make_prompt, plan_of
 from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
+from kvferry.shared.control.server import serve_control
+from kvferry.shared.errors import OTHER_RELEASE, Overloaded
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -96,3 +100,21 @@ async def test_a_request_that_is_cancelled_while_its_draft_runs_opens_no_transfe
     first, _ = await harness.run(harness.request(make_prompt(50)))
     assert first.method == "full"
     assert all(manifest.request_id != request.request_id for manifest in harness.sink.manifests)
+
+
+async def test_a_plan_of_another_release_is_refused_as_no_mistake_of_a_client(harness: Harness) -> None:
+    request = harness.request(make_prompt(40), plan=plan_for("rdkv", budget=Budget(tokens=8)))
+    resolved = plan_of(request)
+    part = resolved.plan.representation
+    other = replace(part, params={**part.params, "token_weights": "attention"})
+    plan = replace(resolved, plan=replace(resolved.plan, representation=other))
+    request = replace(request, ticket=replace(request.ticket, plan=plan))
+    server = await serve_control(listen="127.0.0.1:0", prefill=harness.service)
+    client = GrpcPrefillClient(server.address)
+    try:
+        with pytest.raises(Overloaded, match="format 'rdkv' does not know token_weights") as caught:
+            await anext(client.prefill(request, timeout_s=60))
+    finally:
+        await client.close()
+        await server.close(0)
+    assert caught.value.reason == OTHER_RELEASE

@@ -11,11 +11,15 @@ from kvtest.scripted_workers import failing_at, lost
 from kvtest.waiting import eventually
 
 from kvferry.shared.errors import (
+    OTHER_RELEASE,
     Cancelled,
+    CapacityExceeded,
     HistoryMiss,
+    InvalidRequest,
     KvferryError,
     LeaseExpired,
     MalformedMessage,
+    Overloaded,
     TransferFailed,
     WorkerUnavailable,
 )
@@ -51,6 +55,79 @@ async def test_a_turn_that_a_draining_worker_refuses_runs_on_another(start_stack
     while workers[0].faults:  # until it is chosen
         assert text(await complete(stack)) == text(undisturbed)
     assert stack.metric("recoveries_total", role=role) == 0
+
+
+UNKNOWN = InvalidRequest("format 'rdkv' was given {'new': 1}; it takes window (int)", param="kv_compression")
+"""What a worker of an earlier release says of a parameter that it does not know."""
+REFUSALS = {
+    "earlier": UNKNOWN,
+    "ticket": InvalidRequest("the ticket has no plan; decode sends one with each", param="ticket.plan"),
+    "later": Overloaded("in kvferry 9.9, format 'rdkv' does not know new", reason=OTHER_RELEASE),
+}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("release", REFUSALS)
+async def test_a_worker_of_another_release_is_passed_over_and_the_client_not_blamed(
+    start_stack: Any, role: str, release: str
+) -> None:
+    stack = await start_stack(num_prefill=2, num_decode=2, max_recoveries=0)
+    undisturbed, refusal = await complete(stack), REFUSALS[release]
+    fault = failing_at(-1 if role == "decode" else 0, refusal)
+    workers = getattr(stack, role)
+    workers[0].faults = [fault]
+    while workers[0].faults:  # until it is chosen
+        assert text(await complete(stack)) == text(undisturbed)
+    assert stack.metric("recoveries_total", role=role) == 0
+    for worker in workers:
+        worker.faults = [fault]
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (503, "server_error", None)
+    assert f"The {role} worker {role}-" in error["message"]
+    assert "the two are of different releases" in error["message"]
+    assert error["message"].endswith(refusal.message)
+    assert text(await complete(stack)) == text(undisturbed)  # none is taken for lost
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_whose_status_is_not_understood_is_named(stack: Any, role: str) -> None:
+    (worker,) = getattr(stack, role)
+    worker.status_error = WorkerUnavailable("a message of an earlier release", reason="damaged")
+    for _ in range(3):  # each poll asks twice
+        await worker.asked()
+    for path in ("/ready", "/v1/chat/completions"):
+        response = await stack.http.request("GET" if path == "/ready" else "POST", path, json=BODY)
+        assert response.status_code == 503
+        assert f"; of the {role} worker {role}-0: a message of an earlier release" in response.text
+    worker.status_error = lost()
+    for _ in range(3):  # each poll asks twice
+        await worker.asked()
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 503
+    assert "earlier release" not in response.text
+
+
+async def test_what_the_client_sent_wrongly_is_its_mistake_whatever_the_worker_says(stack: Any) -> None:
+    stack.decode[0].faults = [failing_at(-1, UNKNOWN)]
+    wanted = {"method": "snapkv", "parameters": {"window": 0}}
+    response = await stack.http.post("/v1/chat/completions", json={**BODY, "kv_compression": wanted})
+    assert not stack.decode[0].faults
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "kv_compression.window"
+
+
+async def test_a_refused_turn_ends_where_the_others_speak_another_block_protocol(start_stack: Any) -> None:
+    """It went back to the one that had refused it, without end."""
+    stack = await start_stack(num_decode=2)
+    refusing, other = stack.decode
+    other.version += 1
+    for _ in range(2):
+        await other.asked()
+    refusing.faults = [failing_at(-1, CapacityExceeded("the arena is full"))] * 50
+    response = await stack.http.post("/v1/chat/completions", json=BODY)
+    assert response.status_code == 429
+    assert len(refusing.faults) == 49
 
 
 async def test_a_turn_runs_and_recovers_on_a_pair_of_one_block_protocol(start_stack: Any) -> None:

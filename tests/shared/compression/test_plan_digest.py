@@ -22,3 +22,10 @@ def test_the_order_of_parameters_changes_no_digest() -> None:
     assert plan_digest(other) == plan_digest(resolved)
     fewer = replace(resolved, max_new_tokens=9)
     assert plan_digest(fewer) != plan_digest(resolved)
+
+
+def test_releases_agree_on_a_plans_digest() -> None:
+    """A field that is added must be left out of it at its default: the release before lacks the field."""
+    plan = plan_for("rdkv")
+    resolved = resolve_plan(plan, num_prompt_tokens=2000, max_new_tokens=8, num_layers=2, head_dim=64)
+    assert plan_digest(resolved) == "b560feac3b9d4ec5de9beb17bce4a390"

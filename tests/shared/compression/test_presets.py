@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.interface import select_rows
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
@@ -58,6 +59,76 @@ def test_methods_that_keep_every_token_take_no_budget(method: str) -> None:
 def test_the_wire_quantises_plain_rows_only(method: str) -> None:
     with pytest.raises(InvalidRequest, match=f"has wire_bits; method {method!r} takes"):
         plan_for(method, overrides={"wire_bits": 8})
+
+
+def test_a_parameter_that_plans_may_lack_is_left_out_at_its_default() -> None:
+    """Workers of a release that does not know it take the plan then."""
+    draft = PRESETS["rdkv-draft"].representation.params
+    assert draft["draft_kernel_size"] == 5
+    sent = plan_for("rdkv-draft").representation.params
+    assert sent == {name: value for name, value in draft.items() if name != "draft_kernel_size"}
+    assert plan_for("rdkv-draft", overrides={"draft_kernel_size": 7}).representation.params == {
+        **draft,
+        "draft_kernel_size": 7,
+    }
+    plan = plan_for("rdkv-union", overrides={"with_attention": False})
+    assert plan.representation == plan_for("compactor-rdkv").representation
+    assert plan_for("rdkv-union", overrides={"with_attention": 0}).representation != plan.representation
+
+
+MUST_HAVE: dict[str, set[str]] = {
+    "accumulated_attention": set(),
+    "attention_variance": {"normalisation"},
+    "compactor": {
+        "sketch",
+        "sketch_columns",
+        "solver",
+        "centered",
+        "seed",
+        "chunk_tokens",
+        "scaled",
+        "leverage_weight",
+        "sinks",
+        "recents",
+    },
+    "dense": set(),
+    "evict": set(),
+    "exact_topk": set(),
+    "heavy_hitters": set(),
+    "hsa": set(),
+    "kivi": {"bits"},
+    "merge": set(),
+    "packed": {"k_bits", "v_bits"},
+    "pyramid": {"window", "beta"},
+    "quest": {"dense_layers"},
+    "ragged": {"floor"},
+    "random": {"seed"},
+    "rdkv": {"epsilon_table", "window", "kernel_size", "channel_weights", "widths", "rebudget_tokens"},
+    "rows": {"wire_bits"},
+    "sparq": set(),
+    "streaming": {"sinks"},
+    "think": {"channel_retention", "window"},
+    "uniform": set(),
+    "window_attention": {"window", "pooling", "kernel_size", "recents"},
+}
+MAY_LACK = {"rdkv": {"with_attention": False, "draft_tokens": 0, "draft_kernel_size": 5}}
+
+
+def test_releases_agree_on_what_plans_must_have_and_on_what_is_meant_where_they_lack_something() -> None:
+    """A new part may be added to the first list, and a new parameter to the second. All else would keep
+    workers and routers of two releases from running one plan together, or have them run two."""
+    may_lack = {name: dict(its.defaults) for name, its in FORMATS.items() if its.defaults}
+    assert may_lack == MAY_LACK
+    must_have: dict[str, set[str]] = {}
+    for plan in PRESETS.values():
+        for part in (plan.scorer, plan.attention, plan.layer_allocation, plan.representation):
+            if part is not None:
+                names = part.params.keys() - may_lack.get(part.name, {}).keys()
+                assert must_have.setdefault(part.name, names) == names
+    assert must_have == MUST_HAVE
+    for name, names in MUST_HAVE.items():
+        if name in FORMATS and name != "rows":  # of which a part may have no parameters
+            assert FORMATS[name].allowed.keys() == names | may_lack.get(name, {}).keys()
 
 
 def test_overrides_replace_parameters_in_every_part_that_has_them() -> None:

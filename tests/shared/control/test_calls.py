@@ -26,6 +26,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.control.server import ControlServer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.version import VERSION
 
 
 async def test_generate_streams_every_event(decode: Any, decode_client: GrpcDecodeClient) -> None:
@@ -93,5 +94,6 @@ async def test_generated_stubs_of_another_client_are_served(server: ControlServe
         assert (status.role, status.model.name) == (control_pb2.ROLE_DECODE, "demo")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Generate(control_pb2.GenerateRequest(), timeout=kit.WAIT_S).read()
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert dict(refused.value.trailing_metadata())["kvferry-error-class"] == "InvalidRequest"
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(refused.value.trailing_metadata())["kvferry-error-class"] == "Overloaded"
+    assert refused.value.details() == f"in kvferry {VERSION}, GenerateRequest has no plan; it is required"
