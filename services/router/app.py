@@ -36,6 +36,7 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
+from kvferry.services.router.http.large_work import LargeWork
 from kvferry.services.router.http.middleware import (
     HostCheck,
     LimitsMiddleware,
@@ -132,6 +133,7 @@ def create_app(
         ),
         prompts=PromptBuilder(tokenizer),
         plans=plans,
+        large=LargeWork(),
         limits=limits,
         sampling_defaults=sampling_defaults,
     )
@@ -155,6 +157,7 @@ def create_app(
             await tasks.close(config.shutdown_timeout_s)
             await services.sessions.close()
             await services.prompts.close()
+            services.large.close()
             if limits is not None:
                 await limits.close()
             await asyncio.gather(prefill.close(), decode.close())

@@ -16,6 +16,7 @@ or the whole conversation. The router stores the records.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,13 @@ from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.shared.errors import ConfigurationError, InvalidRequest, KvferryError, UnsupportedModel
+from kvferry.shared.errors import (
+    ConfigurationError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    KvferryError,
+    UnsupportedModel,
+)
 from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 
 if TYPE_CHECKING:
@@ -62,6 +69,11 @@ _SEARCHED_AT_ONCE = 1 << 16
 _DECODED_AT_ONCE = 1000
 """So many ids become text in less than 0.1 ms, for which a call may have Python's lock."""
 _LEAVE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
+_KEEP_ALL = frozenset(
+    {"ByteLevel", "Digits", "Lowercase", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Prepend"}
+)
+_MOST_COMPOSED = 4
+"""Characters that Unicode's composition makes one of."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -127,7 +139,9 @@ class ChatTokenizer:
         """Of tokens that were decoded alone: without and with special tokens."""
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder = json.loads(self._backend.to_str())["decoder"]
+        data = json.loads(self._backend.to_str())
+        self._longest, self._shrinks = _longest_token(data, self._backend.get_vocab()), _composes(data)
+        decoder = data["decoder"]
         self._has_byte_fallback = _has_decoder(decoder, "ByteFallback")
         self._is_byte_level = _has_decoder(decoder, "ByteLevel")
         self._partial_bytes: dict[int, bytes | None] = {}
@@ -151,6 +165,8 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         folder = resolve_model_path(path, weights=False)
+        # Its own threads, as many as processors, take texts in order: a long one keeps short ones waiting.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             with quiet_libraries():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -217,13 +233,32 @@ class ChatTokenizer:
             return found
         return None
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, max_model_len: int | None = None) -> list[int]:
         """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
 
-        Raises: InvalidRequest if the text is not valid Unicode.
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+            ContextLengthExceeded: it is too long for `max_model_len`, by `least_tokens`.
         """
         _check_unicode(text, "prompt")
+        self._check_length([text], max_model_len, "prompt")
         return self._ids(text, add_special_tokens=add_special)
+
+    def least_tokens(self, text: str) -> int:
+        """A number that the text's tokens are not below, by its length alone; 0 where that says nothing."""
+        if self._longest is None:
+            return 0
+        most = self._longest if not self._shrinks or text.isascii() else self._longest * _MOST_COMPOSED
+        return -(-len(text) // most)
+
+    def _check_length(self, pieces: Sequence[str], max_model_len: int | None, param: str) -> None:
+        """Raises: ContextLengthExceeded: a context of `max_model_len` cannot hold these and a token more."""
+        if max_model_len is not None and (least := sum(map(self.least_tokens, pieces))) >= max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has {least} tokens or more; the context of {max_model_len} tokens must hold it "
+                "and at least one more",
+                param=param,
+            )
 
     def spelling(self, token_id: int) -> str:
         """The id's entry in the vocabulary; empty for ids of a padded one."""
@@ -304,16 +339,23 @@ class ChatTokenizer:
         return [self.marks.get(piece, piece) for piece in re.split(f"({spelled})", text) if piece]
 
     def render(
-        self, messages: Sequence[Message], *, inputs: TemplateInputs = NO_INPUTS, continues: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        inputs: TemplateInputs = NO_INPUTS,
+        continues: bool = False,
+        max_model_len: int | None = None,
     ) -> list[int]:
         """Ids of a conversation up to the beginning of the next assistant message.
 
         Args: continues: up to the end of the last message, an answer that goes on.
 
-        Raises: InvalidRequest for what the template refuses or cannot show.
+        Raises:
+            InvalidRequest: the template refuses it or cannot show it.
+            ContextLengthExceeded: what the template makes of it is too long for `max_model_len`.
         """
         text, marker = self._render_text(messages, inputs, continues)
-        return self._encode_rendered(text, marker)
+        return self._encode_rendered(text, marker, max_model_len)
 
     def render_after(
         self,
@@ -323,6 +365,7 @@ class ChatTokenizer:
         last_token_id: int,
         inputs: TemplateInputs = NO_INPUTS,
         continues: bool = False,
+        max_model_len: int | None = None,
     ) -> list[int] | None:
         """Ids of what the template writes after the content of one message.
 
@@ -331,6 +374,8 @@ class ChatTokenizer:
                 next, it is not repeated.
 
         Returns: None if the template does not contain that content exactly once.
+
+        Raises: as `render`.
         """
         sentinel = _unused(messages, "\ufdd2")
         replaced = [dict(message) for message in messages]
@@ -343,10 +388,10 @@ class ChatTokenizer:
         if last_token_id in self.eos_token_ids:
             stripped = rest.lstrip()
             if stripped.startswith(self._backend.id_to_token(last_token_id)):
-                ids = self._encode_rendered(stripped, marker)
+                ids = self._encode_rendered(stripped, marker, max_model_len)
                 if ids[0] == last_token_id:
                     return ids[1:]
-        return self._encode_rendered(rest, marker)
+        return self._encode_rendered(rest, marker, max_model_len)
 
     def is_silent(self, token_id: int, *, shows_special: bool = False) -> bool:
         """Whether the id adds no text: special tokens, and ids of a padded vocabulary.
@@ -537,9 +582,11 @@ class ChatTokenizer:
                 )
             _check_unicode(message["content"], f"messages[{index}].content")
 
-    def _encode_rendered(self, text: str, marker: str) -> list[int]:
+    def _encode_rendered(self, text: str, marker: str, max_model_len: int | None) -> list[int]:
         ids: list[int] = []
-        for piece in text.split(marker):
+        pieces = text.split(marker)
+        self._check_length(pieces, max_model_len, "messages")
+        for piece in pieces:
             ids += self._ids(piece, add_special_tokens=False)
         return ids
 
@@ -585,6 +632,7 @@ def render_conversation(
     continues: ChatMessage | None = None,
     recorded: RecordedConversation | None = None,
     inputs: TemplateInputs = NO_INPUTS,
+    max_model_len: int | None = None,
 ) -> RenderedConversation:
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
@@ -593,7 +641,7 @@ def render_conversation(
         continues: an answer that follows them and goes on.
         recorded: the session's record, if there is one that had the same inputs.
 
-    Raises: InvalidRequest for roles that the template refuses.
+    Raises: as `ChatTokenizer.render`.
     """
     shown = [message.for_template() for message in (*messages, *([] if continues is None else [continues]))]
     goes_on = continues is not None
@@ -603,7 +651,12 @@ def render_conversation(
         index, rank = match
         reused = recorded.token_ids[: recorded.assistant_ends[rank]]
         rest = tokenizer.render_after(
-            shown, index, last_token_id=reused[-1], inputs=inputs, continues=goes_on
+            shown,
+            index,
+            last_token_id=reused[-1],
+            inputs=inputs,
+            continues=goes_on,
+            max_model_len=max_model_len,
         )
         if rest is not None:
             ends = recorded.assistant_ends[: rank + 1]
@@ -611,7 +664,9 @@ def render_conversation(
                 token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
             )
     return RenderedConversation(
-        token_ids=tuple(tokenizer.render(shown, inputs=inputs, continues=goes_on)),
+        token_ids=tuple(
+            tokenizer.render(shown, inputs=inputs, continues=goes_on, max_model_len=max_model_len)
+        ),
         assistant_ends=(0,) * num_assistants,
     )
 
@@ -727,11 +782,56 @@ def _check_unicode(text: str, param: str) -> None:
         ) from None
 
 
+def _steps(component: Any) -> list[Any]:
+    """The parts of a component of `tokenizer.json`: a sequence's own, or itself."""
+    if component is None:
+        return []
+    if component["type"] != "Sequence":
+        return [component]
+    names = ("normalizers", "pretokenizers", "decoders")
+    return [step for name in names for part in component.get(name, ()) for step in _steps(part)]
+
+
 def _has_decoder(decoder: Any, kind: str) -> bool:
     """Whether a decoder, or a part of it, is of a kind."""
-    if decoder is None:
-        return False
-    return decoder["type"] == kind or any(_has_decoder(part, kind) for part in decoder.get("decoders", ()))
+    return any(step["type"] == kind for step in _steps(decoder))
+
+
+def _longest_token(data: Any, vocabulary: Mapping[str, int]) -> int | None:
+    """How many characters of a normalized text one token stands for at most.
+
+    Args: data: `tokenizer.json`.
+
+    Returns: None where one can stand for any number (unknown words, blanks beside a mark), where characters
+        may get none, and with steps before the model of which that is not known.
+    """
+    model, before = data["model"], [*_steps(data["normalizer"]), *_steps(data["pre_tokenizer"])]
+    kinds = {step["type"] for step in before}
+    byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
+    if "ByteLevel" in kinds:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_tokens = set(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
+    knows_all = bool(byte_tokens) and byte_tokens <= vocabulary.keys()
+    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    strips = any(token["lstrip"] or token["rstrip"] for token in data["added_tokens"])
+    if model["type"] != "BPE" or not knows_all or affixes or strips or not all(map(_keeps_all, before)):
+        return None
+    return max(map(len, vocabulary))
+
+
+def _keeps_all(step: Any) -> bool:
+    """Whether a normalizer or pre-tokenizer leaves no character out, but for what Unicode composes."""
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String", "")
+        return 0 < len(pattern) <= len(step["content"])
+    if step["type"] in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _KEEP_ALL
+
+
+def _composes(data: Any) -> bool:
+    return any(step["type"] in ("NFC", "NFKC") for step in _steps(data["normalizer"]))
 
 
 def _rewritten(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, Overloaded
 from kvferry.shared.sampling import grammar_child
 from kvferry.shared.sampling.params import Grammar
+from kvferry.shared.turns import Turns
 
 NUM_CHILDREN = 2
 MAX_WAITING = 32
@@ -53,10 +54,8 @@ class GrammarChecks:
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         """By grammar: why it cannot be used."""
         self._idle: list[_Child] = []
-        self._num_children = 0
-        self._running: Counter[str] = Counter()
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Who waits, by caller; the caller whose turn is next comes first."""
+        # one child is left for others
+        self._turns = Turns(NUM_CHILDREN, most_of_one=max(NUM_CHILDREN - 1, 1))
 
     async def check(self, grammar: Grammar, owner: str = "") -> None:
         """Raises: InvalidRequest: it is not valid, too large, or cannot be compiled within the bounds;
@@ -85,7 +84,13 @@ class GrammarChecks:
 
     @asynccontextmanager
     async def _turn(self, owner: str) -> AsyncIterator[_Child]:
-        await self._wait(owner)
+        if (num_waiting := self._turns.num_waiting(owner)) >= MAX_WAITING:
+            raise CapacityExceeded(
+                f"{num_waiting} grammars of this key are waiting to be compiled; at most {MAX_WAITING} may",
+                reason="grammars",
+                retry_after_s=1.0,
+            )
+        await self._turns.take(owner)
         child = self._idle.pop() if self._idle else _Child()
         try:
             if not child.is_running:
@@ -101,60 +106,7 @@ class GrammarChecks:
         else:
             self._idle.append(child)  # ended or not: it is started when it is needed
         finally:
-            self._leave(owner)
-
-    async def _wait(self, owner: str) -> None:
-        queue = self._queues.setdefault(owner, deque())
-        if len(queue) >= MAX_WAITING:
-            raise CapacityExceeded(
-                f"{len(queue)} grammars of this key are waiting to be compiled; at most {MAX_WAITING} may",
-                reason="grammars",
-                retry_after_s=1.0,
-            )
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(place)
-        self._admit()
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.cancelled():
-                with contextlib.suppress(ValueError):  # it waits no more
-                    queue.remove(place)
-            else:  # its turn had come
-                self._leave(owner)
-            raise
-
-    def _leave(self, owner: str) -> None:
-        """Give a child back."""
-        self._num_children -= 1
-        self._running[owner] -= 1
-        if not self._running[owner]:
-            del self._running[owner]
-        self._admit()
-
-    def _admit(self) -> None:
-        """Give free children to those whose turn it is."""
-        while self._num_children < NUM_CHILDREN:
-            # one is left for others
-            turn = next(
-                (
-                    owner
-                    for owner, queue in self._queues.items()
-                    if queue and self._running[owner] < max(NUM_CHILDREN - 1, 1)
-                ),
-                None,
-            )
-            if turn is None:
-                break
-            place = self._queues[turn].popleft()
-            if place.done():  # its caller is leaving
-                continue
-            self._queues.move_to_end(turn)
-            self._num_children += 1
-            self._running[turn] += 1
-            place.set_result(None)
-        for owner in [owner for owner, queue in self._queues.items() if not queue]:
-            del self._queues[owner]
+            self._turns.leave(owner)
 
     async def _hello(self) -> bytes:
         if self._greeting is None:

@@ -134,6 +134,7 @@ def begin(
             request=part,
             model=model,
             owner=request.state.owner,
+            work=request.state.work,
             session=session,
             request_id=record.request_id,
             arrival_s=record.arrival_s,

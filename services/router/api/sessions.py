@@ -81,7 +81,7 @@ async def delete_session(request: Request, services: Shared, session_id: str) ->
 @router.post("/v1/documents", response_model=Document, summary="Prefill a document for sessions")
 async def create_document(request: Request, services: Shared, body: DocumentRequest) -> Any:
     key = document_key(request.state.owner, body.id or f"doc-{secrets.token_hex(8)}")
-    await documents.create(services, key, body, request.state.record.request_id)
+    await documents.create(services, key, body, request.state.work, request.state.record.request_id)
     return await _one(services, key)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NotRequired
@@ -92,11 +91,11 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
     if body.messages is not None:
         given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
         chat = validated({"model": model.name, **given})
-        prompt = await first_prompt(services, request.state.owner, chat, model)
+        prompt = await first_prompt(services, request.state.work, chat, model)
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        token_ids = partial(services.prompts.encode, body.prompt, add_special=add_special)
+        token_ids = partial(services.prompts.encode, body.prompt, model, add_special=add_special)
     else:
         raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
 
@@ -108,7 +107,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         return msgspec.json.encode(tokens)
 
     # In a thread with all that is made of them: a text of megabytes has millions of tokens.
-    return Response(await asyncio.to_thread(answer), media_type="application/json")
+    return Response(await request.state.work.run(answer), media_type="application/json")
 
 
 @router.post("/detokenize", summary="The text of token ids")

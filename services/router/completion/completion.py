@@ -35,6 +35,7 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.errors import internal_error
+from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionLease
@@ -83,6 +84,7 @@ class Completion:
     request: ChatRequest | TextRequest
     model: ModelSpec
     owner: str
+    work: BodyWork
     session: SessionKey | None
     request_id: str
     arrival_s: float
@@ -169,7 +171,7 @@ class Completion:
         named = await documents.named(services, self.owner, ids) if ids else None
         # No ids at all leave the session's documents; an empty list means none.
         preamble = None if ids is None else named.preamble if named is not None else Preamble()
-        prompt = await services.prompts.build(request, former, self.model, preamble)
+        prompt = await services.prompts.build(request, former, self.model, self.work, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
             await services.sessions.check_quota(lease, services.config, num_tokens=self.num_prompt_tokens)

@@ -15,6 +15,7 @@ from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.inputs import Preamble, Prompt
 from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
@@ -40,13 +41,15 @@ class NamedDocuments:
     compression: KvCompression | None
 
 
-async def create(services: Services, key: SessionKey, body: DocumentRequest, request_id: str) -> None:
+async def create(
+    services: Services, key: SessionKey, body: DocumentRequest, work: BodyWork, request_id: str
+) -> None:
     """Prefill a document and store it, in place of one with this key.
 
     Raises: InvalidRequest, ContextLengthExceeded, CapacityExceeded, or what ends a turn.
     """
     model, compression = services.runner.model(), body.kv_compression
-    token_ids = await services.prompts.document_tokens(body.text)
+    token_ids = await services.prompts.document_tokens(body.text, model, work)
     if len(token_ids) >= model.max_model_len:
         raise ContextLengthExceeded(
             f"text has {len(token_ids)} tokens; a document must be shorter than the context of "
@@ -109,11 +112,11 @@ async def named(services: Services, owner: str, document_ids: Sequence[str]) -> 
     )
 
 
-async def first_prompt(services: Services, owner: str, request: ChatRequest, model: ModelSpec) -> Prompt:
+async def first_prompt(services: Services, work: BodyWork, request: ChatRequest, model: ModelSpec) -> Prompt:
     """The prompt of a chat without a session.
 
     Raises: InvalidRequest with `param`.
     """
-    named_ones = await named(services, owner, request.document_ids) if request.document_ids else None
+    named_ones = await named(services, work.owner, request.document_ids) if request.document_ids else None
     preamble = named_ones.preamble if named_ones is not None else None
-    return await services.prompts.build(request, None, model, preamble)
+    return await services.prompts.build(request, None, model, work, preamble)

@@ -25,12 +25,13 @@ from kvferry.services.router.completion.structured import JSON_OBJECT, calls_gra
 from kvferry.services.router.completion.tools import NamedTool, Tool
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
+from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.curves import CurveBook, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.errors import ConfigurationError, InvalidRequest
+from kvferry.shared.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
@@ -184,9 +185,9 @@ class PromptBuilder:
         parallel = not isinstance(request.tool_choice, NamedTool) and request.parallel_tool_calls is not False
         return calls_grammar(self._tokenizer, tools, parallel=parallel, or_text=or_text)
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
-        return self._tokenizer.encode(text, add_special=add_special)
+    def encode(self, text: str, model: ModelSpec, *, add_special: bool) -> list[int]:
+        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode; ContextLengthExceeded."""
+        return self._tokenizer.encode(text, add_special=add_special, max_model_len=model.max_model_len)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""
@@ -271,6 +272,7 @@ class PromptBuilder:
         request: ChatRequest | TextRequest,
         record: SessionRecord | None,
         model: ModelSpec,
+        work: BodyWork,
         preamble: Preamble | None = None,
     ) -> Prompt:
         """The prompt of a request.
@@ -279,7 +281,8 @@ class PromptBuilder:
             record: the session's, None where it has no turns yet or there is no session.
             preamble: the documents that the request names; None leaves the session's.
 
-        Raises: InvalidRequest with `param`.
+        Raises: InvalidRequest with `param`; ContextLengthExceeded where the text alone says that it cannot
+            fit. `sampling_params` looks at the tokens.
         """
         mode, kind = request.session_mode or "auto", "chat" if isinstance(request, ChatRequest) else "text"
         if record is not None and record.kind != kind:
@@ -291,27 +294,39 @@ class PromptBuilder:
                 )
             record = None
         if isinstance(request, ChatRequest):
-            return await asyncio.to_thread(self._chat, request, record, mode, preamble)
-        return await asyncio.to_thread(self._text, request, record, mode, model)
+            return await work.run(lambda: self._chat(request, record, mode, model, preamble))
+        return await work.run(lambda: self._text(request, record, mode, model))
 
-    async def document_tokens(self, text: str) -> tuple[int, ...]:
+    async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
         """The tokens that every conversation with this document begins with.
 
-        Raises: InvalidRequest where the model's template has no system messages.
+        Raises: InvalidRequest where the model's template has no system messages; ContextLengthExceeded as
+            `build`.
         """
 
         def render(question: str) -> tuple[int, ...]:
             messages = Preamble(text=text).before((ChatMessage("user", question),))
-            return tuple(self._tokenizer.render([message.for_template() for message in messages]))
+            shown = [message.for_template() for message in messages]
+            return tuple(self._tokenizer.render(shown, max_model_len=model.max_model_len))
+
+        def common() -> tuple[int, ...]:
+            one, other = render("a"), render("0 b")
+            return one[: common_prefix(one, other)]
 
         try:
-            one, other = await asyncio.gather(*(asyncio.to_thread(render, word) for word in ("a", "0 b")))
+            return await work.run(common)
+        except ContextLengthExceeded as error:
+            raise ContextLengthExceeded(error.message, param="text") from None
         except InvalidRequest as error:
             raise InvalidRequest(f"documents need system messages: {error.message}", param="text") from None
-        return await asyncio.to_thread(lambda: one[: common_prefix(one, other)])
 
     def _chat(
-        self, request: ChatRequest, record: SessionRecord | None, mode: str, preamble: Preamble | None
+        self,
+        request: ChatRequest,
+        record: SessionRecord | None,
+        mode: str,
+        model: ModelSpec,
+        preamble: Preamble | None,
     ) -> Prompt:
         given = tuple([self._recorded(message, index) for index, message in enumerate(request.messages)])
         before: Messages = ()
@@ -344,7 +359,12 @@ class PromptBuilder:
         shown = preamble.before(messages)
         try:
             rendered = render_conversation(
-                self._tokenizer, shown, continues=continues, recorded=recorded, inputs=inputs
+                self._tokenizer,
+                shown,
+                continues=continues,
+                recorded=recorded,
+                inputs=inputs,
+                max_model_len=model.max_model_len,
             )
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
@@ -414,7 +434,8 @@ class PromptBuilder:
     ) -> Prompt:
         (prompt,) = request.prompts
         if isinstance(prompt, str):
-            token_ids, text = tuple(self._tokenizer.encode(prompt)), prompt
+            token_ids = tuple(self._tokenizer.encode(prompt, max_model_len=model.max_model_len))
+            text = prompt
         else:
             token_ids, text = tuple(prompt), ""
             wrong = [token_id for token_id in token_ids if token_id >= model.vocab_size]
@@ -469,7 +490,7 @@ def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
         return f"messages[{max(0, int(match.group(1)) - num_before)}]"
 
     numbered = re.compile(r"messages\[(\d+)\]")
-    return InvalidRequest(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
+    return type(error)(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
 
 
 _PREFIX_TOKENS = 64

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.access import KeyLimits
+from kvferry.services.router.http.large_work import LargeWork
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
@@ -33,6 +34,7 @@ class Services:
     implicit: ImplicitSessions
     prompts: PromptBuilder
     plans: PlanChooser
+    large: LargeWork
     limits: KeyLimits | None
     sampling_defaults: Mapping[str, float]
     running: set[Completion] = field(default_factory=set)

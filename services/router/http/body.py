@@ -6,7 +6,6 @@ Routes are FastAPI's; `errors.py` words what their fields' types refuse.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -26,6 +25,7 @@ from starlette.responses import Response
 
 from kvferry.services.router.http.access import KeyFile, Scope
 from kvferry.services.router.http.errors import UNKNOWN_FIELD, describe
+from kvferry.services.router.http.large_work import SMALL_BYTES, BodyWork
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
 
 # ---- routes ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Authenticator:
 
 class KeyedRoute(APIRoute):
     """A route that needs a key, by the `Authenticator` at `app.state.auth`; `request.state.owner` is the
-    caller."""
+    caller, and `request.state.work` the `BodyWork` of a POST."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
@@ -109,9 +109,13 @@ class KeyedRoute(APIRoute):
                 request.state.owner = request.app.state.auth.owner(request.headers)
             if request.method == "POST":
                 body = await request.body()
+                services = request.app.state.services
+                work = BodyWork(large=services.large, owner=request.state.owner, size_bytes=len(body))
+                request.state.work = work
                 read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
-                fields, unknown = read() if len(body) <= _SMALL_BYTES else await asyncio.to_thread(read)
-                if unknown and request.app.state.services.config.strict_fields:
+                # The event loop would stand still while it reads a large one.
+                fields, unknown = read() if len(body) <= SMALL_BYTES else await work.run(read)
+                if unknown and services.config.strict_fields:
                     raise InvalidRequest(
                         f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
                     )
@@ -220,8 +224,6 @@ def _digest(key: str) -> str:
 
 
 _MAX_FIELDS = 256
-_SMALL_BYTES = 32 << 10
-"""A larger body is read in a thread, because the event loop would stand still meanwhile."""
 
 MAX_VALUES = 16_384
 """In a body, beside lists of integers: about 5,000 messages, or 128 tools of 100 values each."""

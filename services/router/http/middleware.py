@@ -172,6 +172,8 @@ class RequestMiddleware:
                 self._finish(scope, record, time.perf_counter() - record.arrival_s)
                 if record.error is not None:
                     fail(record.error)
+                    # Its frames refer to it, and to the request, which would stay until they are collected.
+                    record.error.__traceback__ = None
 
     async def _answer(
         self, error: KvferryError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
@@ -285,8 +287,10 @@ class LimitsMiddleware:
             raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
         if self._limits is not None and body:
             await self._limits.count_bytes(scope["state"]["owner"], len(body))
+        receive = _with_body(body, receive)
+        del body  # else it would stay until the answer has ended
         with self._refusals.around(scope["state"]["owner"], scope["path"]):
-            await self._app(scope, _with_body(body, receive), send)
+            await self._app(scope, receive, send)
 
     def _check_head(self, scope: Scope) -> None:
         size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])

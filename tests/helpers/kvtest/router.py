@@ -175,6 +175,7 @@ async def _start(
     num_decode: int,
     options: dict[str, Any],
 ) -> Stack:
+    tokenizer = options.pop("tokenizer", tokenizer)
     settings = {
         "listen": "127.0.0.1:0", "shutdown_timeout_s": 1.0, "history_redis_timeout_s": 30.0, **options
     }  # fmt: skip

@@ -16,18 +16,19 @@ import httpx
 import msgspec
 import pytest
 import structlog
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.router import EOS
-from kvtest.text_models import byte_level_tokenizer
+from kvtest.text_models import CHATML, byte_level_tokenizer
 from kvtest.waiting import eventually
 from tokenizers import AddedToken, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from kvferry.services.router.completion.inputs import PromptBuilder
 from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http import body as body_module
+from kvferry.services.router.http import large_work
 from kvferry.services.router.http.body import MAX_VALUES, check_size
 from kvferry.shared.certs import tls_name
 from kvferry.shared.errors import InvalidRequest
@@ -219,7 +220,7 @@ async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalize
     backend = byte_level_tokenizer()
     backend.normalizer = normalizers.NFKC()
     backend.add_tokens([AddedToken(marker, normalized=True) for marker in markers])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     fast.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|' + 'assistant' + '|>' }}{% endif %}"
@@ -230,6 +231,18 @@ async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalize
         response = await stack.http.post("/tokenize", json=asked)
         ids = [token_id for token_id in response.json()["tokens"] if backend.id_to_token(token_id) in markers]
         assert ids == [backend.token_to_id(marker) for marker in markers], text
+
+
+def test_a_short_text_does_not_wait_for_long_ones(tokenizer: ChatTokenizer) -> None:
+    long = [
+        threading.Thread(target=tokenizer.encode, args=("the red castle . " * 100_000,)) for _ in range(6)
+    ]
+    for thread in long:
+        thread.start()
+    tokenizer.encode("the red castle .")
+    assert any(thread.is_alive() for thread in long)
+    for thread in long:
+        thread.join()
 
 
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
@@ -251,6 +264,88 @@ def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
     watcher.join()
     assert len(ids) > 300_000
     assert during >= 10, "it is one or two where the interpreter's lock is not released"
+
+
+LONG = "the old sailor painted the quiet bridge . " * 5_000
+TOO_LONG = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": LONG}], "session_id": "s"},
+        "messages",
+    ),
+    ("/v1/completions", {"prompt": LONG}, "prompt"),
+    ("/v1/completions", {"prompt": ["a", LONG]}, "prompt"),
+    ("/v1/responses", {"input": LONG}, "messages"),
+    ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": LONG}]}, None),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, None),
+    ("/tokenize", {"prompt": LONG}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ("/v1/documents", {"text": LONG}, "text"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), TOO_LONG, ids=[path for path, _, _ in TOO_LONG])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    start_stack: Any, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    raw = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
+    raw.chat_template = CHATML
+    stack = await start_stack(tokenizer=ChatTokenizer(raw, (6,)))
+    tokenized: list[str] = []
+    ids = ChatTokenizer._ids
+
+    def watched(tokenizer: ChatTokenizer, text: str, **options: Any) -> list[int]:
+        tokenized.append(text)
+        return ids(tokenizer, text, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "_ids", watched)
+    if "session_id" in fields:
+        first = {**fields, "messages": [{"role": "user", "content": "hi"}]}
+        assert (await stack.http.post(path, json={"model": "demo", **first})).status_code == 200
+    model = {} if path == "/v1/documents" else {"model": "demo"}
+    response = await stack.http.post(path, json={**model, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert "tokens or more; the context of 512 tokens must hold it" in error["message"]
+    if "messages" not in path:
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert not any(len(text) > 10_000 for text in tokenized)
+
+
+async def test_long_texts_of_one_key_keep_no_other_key_waiting(
+    start_stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's words may have any length, so that its texts must be tokenized. Here that takes for ever."""
+    stack = await start_stack()
+    ids, goes_on = ChatTokenizer._ids, threading.Event()
+    num_now = num_most = 0
+
+    def slow(tokenizer: ChatTokenizer, text: str, **options: Any) -> list[int]:
+        nonlocal num_now, num_most
+        if len(text) < 100_000:
+            return ids(tokenizer, text, **options)
+        num_now += 1
+        num_most = max(num_most, num_now)
+        goes_on.wait(60)
+        num_now -= 1
+        return ids(tokenizer, text, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "_ids", slow)
+    long = {**BODY, "messages": [{"role": "user", "content": LONG}]}
+    path, keys = "/v1/chat/completions", [{"authorization": f"Bearer {name}"} for name in "ab"]
+    hostile = [asyncio.create_task(stack.http.post(path, json=long, headers=keys[0])) for _ in range(40)]
+    await eventually(lambda: num_now > 0)
+    hostile.pop(0).cancel()  # what a thread does for a client that has left counts as well
+    assert (await stack.http.post(path, json=BODY, headers=keys[1])).status_code == 200
+    other = asyncio.create_task(stack.http.post(path, json=long, headers=keys[1]))
+    of_one = num_most
+    await eventually(lambda: num_most > of_one)
+    assert not any(task.done() for task in hostile)
+    assert 1 <= of_one <= large_work.MOST_MIB_OF_ONE // large_work._LEAST_MIB
+    goes_on.set()
+    for answer in await asyncio.gather(other, *hostile):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from kvferry.shared.model import tokenizer as tokenizer_module
@@ -305,3 +305,93 @@ def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_SEARCHED_AT_ONCE", at_once)
         assert spellings.interrupted(text, "#") == whole
+
+
+NORMALIZERS: dict[str, Any] = {
+    "nothing": None,
+    "NFC": normalizers.NFC(),
+    "NFKC": normalizers.NFKC(),
+    "NFD": normalizers.NFD(),
+    "lower": normalizers.Lowercase(),
+    "several": normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581"), normalizers.NFC()]
+    ),
+}
+# What composes most: 4 characters to 1, Hangul 3 to 1; what becomes ASCII; what lowercase makes longer.
+COMPOSING = ["\u03b1\u0313\u0300\u0345", "\u1112\u1161\u11ab", "e\u0301", "\u212a", "\ufb03", "\u0130"]
+
+
+def variant(tokenizer: ChatTokenizer, **parts: Any) -> tuple[ChatTokenizer, list[str]]:
+    """A tokenizer with other parts, and the vocabulary's longest texts."""
+    raw = Tokenizer.from_str(tokenizer.to_json())
+    for name, part in parts.items():
+        setattr(raw, name, part)
+    made = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), tokenizer.eos_token_ids)
+    ids = sorted(range(made.vocab_size), key=lambda its: len(made.spelling(its)))[-20:]
+    return made, [made.decode([its], shows_special=True) for its in ids]
+
+
+@pytest.fixture(
+    params=[(kind, name) for kind in ("word", "byte", "fallback") for name in NORMALIZERS], ids=str
+)
+def bounded(request: pytest.FixtureRequest) -> tuple[ChatTokenizer, list[str]]:
+    kind, name = request.param
+    return variant(request.getfixturevalue(f"{kind}_tokenizer"), normalizer=NORMALIZERS[name])
+
+
+@given(data=st.data())
+def test_a_text_never_has_fewer_tokens_than_its_length_says(
+    bounded: tuple[ChatTokenizer, list[str]], data: st.DataObject
+) -> None:
+    tokenizer, longest = bounded
+    pieces = st.sampled_from([*longest, *COMPOSING, " ", "the", "\u4f60"]) | st.text(max_size=4)
+    parts = data.draw(st.lists(st.tuples(pieces, st.integers(1, 40)), max_size=4))
+    text = "".join(piece * times for piece, times in parts)
+    least, num = tokenizer.least_tokens(text), len(tokenizer.encode(text, add_special=False))
+    assert least <= num
+    with_room = tokenizer.encode(text, add_special=False, max_model_len=num + 1)
+    assert len(with_room) == num, "a text that fits is never refused"
+
+
+def test_a_text_s_length_says_how_many_tokens_it_has_at_least(
+    byte_tokenizer: ChatTokenizer, fallback_tokenizer: ChatTokenizer
+) -> None:
+    assert byte_tokenizer.least_tokens("<|endoftext|>" * 100) == 100
+    assert fallback_tokenizer.least_tokens("a" * 600) == 100, "of 6 characters, as <0x00> is spelt"
+    composing, _ = variant(byte_tokenizer, normalizer=normalizers.NFC())
+    assert composing.least_tokens("<|endoftext|>" * 100) == 100, "ASCII has nothing to compose"
+    assert composing.least_tokens("\u00e9" * 1300) == 25
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.StripAccents()},
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.Replace(tokenizers.Regex(" +"), " ")},
+        {"normalizer": normalizers.Replace("aa", "a")},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+            )
+        },
+    ],
+    ids=["accents", "ends", "blanks", "letters", "words", "splits"],
+)
+def test_the_length_says_nothing_where_characters_may_be_left_out(
+    byte_tokenizer: ChatTokenizer, change: dict[str, Any]
+) -> None:
+    made, _ = variant(byte_tokenizer, **change)
+    assert made.least_tokens("the " * 1000) == 0
+
+
+def test_the_length_says_nothing_where_a_mark_takes_the_blanks_beside_it(
+    byte_tokenizer: ChatTokenizer, word_tokenizer: ChatTokenizer
+) -> None:
+    raw = Tokenizer.from_str(byte_tokenizer.to_json())
+    raw.add_special_tokens([AddedToken("<|turn|>", rstrip=True)])
+    made = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), byte_tokenizer.eos_token_ids)
+    assert len(made.encode("<|turn|>" + " " * 1000)) == 1
+    assert made.least_tokens("<|turn|>" + " " * 1000) == 0
+    assert word_tokenizer.least_tokens("a" * 1000) == 0, "an unknown word is one token"

@@ -173,8 +173,8 @@ async def test_who_has_left_the_queue_takes_no_place_in_it(
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await waiting
-    assert not checks._running
-    assert not checks._queues
+    assert not checks._turns._taken
+    assert not checks._turns._queues
 
 
 async def test_a_vocabulary_without_grammars_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
