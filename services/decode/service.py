@@ -398,7 +398,7 @@ class DecodeService:
         matcher = None
         if grammar is not None:
             await self._grammars.check(grammar, request.owner)
-            matcher = await asyncio.to_thread(self._grammars.matcher, grammar)
+            matcher = await asyncio.to_thread(self._grammars.matcher, grammar, request.owner)
         sampler = SequenceSampler(
             request.sampling,
             request.prompt_token_ids,

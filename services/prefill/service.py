@@ -211,7 +211,10 @@ class PrefillService:
         matchers = []
         if grammar is not None:
             await self._grammars.check(grammar, request.owner)
-            matchers = [await asyncio.to_thread(self._grammars.matcher, grammar) for _ in range(num_matchers)]
+            matchers = [
+                await asyncio.to_thread(self._grammars.matcher, grammar, request.owner)
+                for _ in range(num_matchers)
+            ]
         job = PrefillJob(
             request,
             self._model.spec,

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.grammar_checks import GrammarChecks
-from kvferry.shared.sampling.grammar_source import compiled, first_line
+from kvferry.shared.sampling.grammar_source import Follower, compiled
 from kvferry.shared.sampling.params import Grammar
 
 if TYPE_CHECKING:
@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 
     from kvferry.shared.model.tokenizer import ChatTokenizer
 
-_MAX_COMPILED = 256
-"""Of a vocabulary; the most recently used are cached."""
+_MAX_COMPILED = 24
+_COPIED_S = 0.025
+"""What following the copies of a cached grammar may take of a processor; then it is compiled anew. They share
+the lexer's states, of which they make up to 0.4 MiB a millisecond, and all fail where there are too many.
+
+Compiled, the largest grammar that was found takes 28 MiB (ordinary ones 0.1 to 5), and 14 more by then, so
+that a vocabulary's cache has at most 1 GiB."""
 
 _BLOCKED_BY_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
@@ -43,36 +48,22 @@ _lock = threading.Lock()
 class TokenMatcher:
     """One completion's place in a grammar. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, follower: Follower, vocab_size: int) -> None:
+        self._follower = follower
         self._vocab_size = vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
 
     def blocked(self) -> Tensor:
         """What to add to the logits: float32 `[V]`, 0 for ids that may come next and -inf for others.
 
-        At the grammar's end, only those that end the completion may come.
-
-        Raises: KvferryError: the grammar takes too much time or memory here (reason `grammar_limit`).
+        Raises: InvalidRequest: see `Follower.mask`.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._matcher.is_error():
-            raise KvferryError(
-                f"the grammar cannot be followed: {first_line(self._matcher)}", reason="grammar_limit"
-            )
-        blocked = np.take(_BLOCKED_BY_BYTE, self._bits.view(np.uint8), axis=0, mode="clip")
+        bits = np.frombuffer(self._follower.mask(), dtype=np.uint8)
+        blocked = np.take(_BLOCKED_BY_BYTE, bits, axis=0, mode="clip")
         return torch.from_numpy(blocked).view(-1)[: self._vocab_size]
 
     def accept(self, token_id: int) -> None:
-        """Go on with a token.
-
-        Raises: KvferryError: the grammar does not allow it (reason `grammar_mismatch`).
-        """
-        if not self._matcher.consume_token(token_id):
-            raise KvferryError(
-                f"the grammar does not allow token {token_id} here: {first_line(self._matcher)}",
-                reason="grammar_mismatch",
-            )
+        """Go on with a token. Raises: InvalidRequest, KvferryError: see `Follower.accept`."""
+        self._follower.accept(token_id)
 
 
 class GrammarCompiler:
@@ -94,14 +85,14 @@ class GrammarCompiler:
             lambda: self._load_tokenizer().for_grammars(), vocab_size, self._eos_token_ids
         )
 
-    def matcher(self, grammar: Grammar | None) -> TokenMatcher | None:
-        """A matcher at the grammar's beginning; None for None.
+    def matcher(self, grammar: Grammar | None, owner: str = "") -> TokenMatcher | None:
+        """A matcher at the grammar's beginning; None for None. Nothing is shared with other owners.
 
         Raises: InvalidRequest: the grammar is not valid or too large, or the tokenizer does not allow any.
         """
         if grammar is None:
             return None
-        return TokenMatcher(self._vocabulary.compiled(grammar), self._vocab_size)
+        return TokenMatcher(self._vocabulary.follower(grammar, owner), self._vocab_size)
 
     async def check(self, grammar: Grammar, owner: str = "") -> None:
         """Try a client's grammar where it can harm nobody, before `matcher` gets it.
@@ -134,21 +125,37 @@ class _Vocabulary:
         import llguidance
 
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, Grammar], _Compiled] = OrderedDict()
         try:
             self._tokens = llguidance.LLTokenizer(tokenizer, vocab_size, list(eos_token_ids))
         except ValueError as error:
             raise InvalidRequest(f"the model's tokenizer has no structured output: {error}") from None
 
-    def compiled(self, grammar: Grammar) -> LLMatcher:
-        """A copy of the matcher at the grammar's beginning."""
+    def follower(self, grammar: Grammar, owner: str) -> Follower:
+        """A follower at the grammar's beginning."""
+        key = owner, grammar
         with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return found.deep_copy()
-        matcher = compiled(self._tokens, grammar.kind, grammar.text)
+            found = self._compiled.get(key)
+        matcher = found.matcher if found is not None else None
+        if found is None or matcher is None:
+            matcher = compiled(self._tokens, grammar.kind, grammar.text)
+            found = _Compiled(matcher)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[key] = found
+            self._compiled.move_to_end(key)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+        return Follower(matcher.deep_copy(), found.took)
+
+
+class _Compiled:
+    """A matcher that stays at the grammar's beginning, until its copies have taken too much."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher: LLMatcher | None = matcher
+        self._left_s = _COPIED_S
+
+    def took(self, time_s: float) -> None:
+        self._left_s -= time_s
+        if self._left_s < 0:
+            self.matcher = None

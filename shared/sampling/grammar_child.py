@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import resource
 import struct
 import sys
@@ -22,6 +23,8 @@ MEMORY_BYTES = 512 << 20
 """Beyond what the process has when it has read the vocabulary."""
 STACK_BYTES = 4 << 20
 """Of the thread that compiles: less than what threads of a service have, so what passes here passes there."""
+NUM_TRIED = 32
+"""Tokens that a grammar is followed for, at random: some show only then that they take too much."""
 
 
 def read(stream: BinaryIO) -> Any:
@@ -50,21 +53,27 @@ def _used_bytes() -> int:
 
 
 def _try(tokens: Any, kind: str, text: str) -> str | None:
-    """Why a grammar cannot be used; None if it can."""
+    """Why a grammar cannot be used; None if it can, as far as is seen here."""
     # in the process that has its limits by now
-    from kvferry.shared.errors import InvalidRequest
-    from kvferry.shared.sampling.grammar_source import compiled, first_line
+    from kvferry.shared.errors import KvferryError
+    from kvferry.shared.sampling.grammar_source import Follower, compiled
 
+    chance = random.Random(0)
     try:
-        matcher = compiled(tokens, kind, text)
-        mask = matcher.compute_bitmask()
-    except InvalidRequest as error:
+        follower = Follower(compiled(tokens, kind, text))
+        for number in range(NUM_TRIED):
+            allowed = int.from_bytes(follower.mask(), "little")
+            if not allowed:
+                return None if number else "no token of the model's vocabulary can begin it"
+            passed = chance.randrange(allowed.bit_length())
+            rest = allowed >> passed
+            if not follower.accept(passed + (rest & -rest).bit_length() - 1):
+                break
+    except KvferryError as error:
         return error.message
     except MemoryError:
         return "it takes too much memory"
-    if matcher.is_error():
-        return first_line(matcher)
-    return None if any(mask) else "no token of the model's vocabulary can begin it"
+    return None
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
+from kvtest.grammars import COSTLY
 from kvtest.stack import Stack, serving
-from kvtest.text_models import make_text_model
+from kvtest.text_models import byte_level_tokenizer, make_text_model
 from pydantic import BaseModel, Field
 
 from kvferry.shared.compression.plan import Budget
@@ -302,3 +303,19 @@ def test_a_schema_that_takes_the_stack_is_refused_and_nothing_ends(
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASK, tools=[tool], tool_choice="required")
     assert client.chat.completions.create(**{**ASK, "max_tokens": 2}).choices
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_its_own_answer_by_name(client: openai.OpenAI) -> None:
+    """The check cannot know that its answer begins with a z. An answer beside it is as it is alone."""
+
+    def plain() -> str | None:
+        return client.chat.completions.create(**ASK, temperature=0, seed=3).choices[0].message.content
+
+    alone, bias = plain(), {str(byte_level_tokenizer().token_to_id("z")): 100}
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(plain)
+        with pytest.raises(openai.BadRequestError, match="more than 20 ms of a processor for each token"):
+            client.chat.completions.create(
+                **ASK, temperature=0, logit_bias=bias, extra_body={"guided_grammar": COSTLY.text}
+            )
+        assert beside.result(120) == alone

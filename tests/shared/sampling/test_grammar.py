@@ -1,10 +1,15 @@
 """Grammars compiled over a byte-level vocabulary: what they allow, their bounds, and their errors."""
 
+import ctypes
 import json
+import random
 import re
+import time
 
+import llguidance
 import pytest
 import torch
+from kvtest.grammars import COSTLY, ORDINARY
 from kvtest.text_models import byte_level_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -13,8 +18,9 @@ from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling import grammar as module
+from kvferry.shared.sampling import grammar_child, grammar_source
 from kvferry.shared.sampling.grammar import GrammarCompiler
-from kvferry.shared.sampling.grammar_source import MAX_CHARACTERS
+from kvferry.shared.sampling.grammar_source import FREE_S, MAX_CHARACTERS, TOKEN_S
 from kvferry.shared.sampling.params import Grammar, SamplingParams
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
@@ -270,3 +276,108 @@ def test_a_grammar_may_spell_an_added_token(is_special):
     assert by_id.blocked()[mark] == 0
     by_id.accept(mark)
     assert tokenizer.special_parts("a<tool_call>b") == ["a", mark, "b"]
+
+
+def follow(matcher, texts):
+    for text in texts:
+        matcher.blocked()
+        matcher.accept(RAW.token_to_id(text))
+
+
+def test_a_grammar_whose_masks_take_too_long_is_ended_by_name(compiler):
+    matcher = compiler.matcher(COSTLY)
+    begin_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="more than 20 ms of a processor for each token") as refused:
+        follow(matcher, "z" * 100)
+    assert refused.value.reason == "grammar_limit"
+    one_mask_s = 1.0
+    assert time.thread_time() - begin_s < FREE_S + 100 * TOKEN_S + one_mask_s
+    for _ in range(2):  # and stays so, at no cost
+        with pytest.raises(InvalidRequest):
+            matcher.blocked()
+
+
+def test_what_is_not_used_of_the_time_is_not_saved_up(compiler, monkeypatch):
+    matcher = compiler.matcher(regex("[a-z]*"))
+    follow(matcher, "a" * 200)
+    monkeypatch.setattr(grammar_source.time, "thread_time", iter([0.0, FREE_S + 0.01]).__next__)
+    matcher.blocked()
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
+        matcher.blocked()
+
+
+def seen(number):
+    """A grammar for which every text of so many characters is a state of its own."""
+    return regex(f"(?s:.*)a(?s:.{{{number}}})")
+
+
+def chances(seed, count=400):
+    return random.Random(seed).choices("abcd", k=count)
+
+
+def test_one_that_has_exhausted_the_states_fails_none_that_begins_later(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_source, "_MAX_LEXER_STATES", 2000)
+    follow(compiler.matcher(seen(60), "other"), "ab")
+    with pytest.raises(InvalidRequest, match="too many states") as refused:
+        follow(compiler.matcher(seen(60)), chances(0))
+    assert refused.value.reason == "grammar_limit"
+    for owner in ("", "other"):
+        follow(compiler.matcher(seen(60), owner), "abcd")
+
+
+class _Heap(ctypes.Structure):
+    """C's `struct mallinfo2`."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "mapped", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "used", "free", "keepcost")),
+    ]
+
+
+def heap_bytes():
+    call = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if call is None:
+        pytest.skip("this C library does not say what is allocated")
+    call.restype = _Heap
+    heap = call()
+    return heap.used + heap.mapped
+
+
+def test_what_following_has_made_is_not_cached(compiler):
+    compiler.matcher(seen(61)).blocked()
+    begin_bytes = heap_bytes()
+    matcher = compiler.matcher(seen(61))
+    follow(matcher, chances(0, 4000))
+    assert heap_bytes() - begin_bytes > 4 << 20
+    del matcher
+    assert heap_bytes() - begin_bytes < 1 << 20
+
+
+@pytest.fixture(scope="module")
+def many_tokens():
+    """llguidance's tokens of a vocabulary as large as a real model's: words, with and without a space."""
+    chance, vocabulary = random.Random(5), dict(RAW.get_vocab())
+    while len(vocabulary) < 150_000:
+        word = "".join(chance.choices("etaoinshrdlcumwfgypbvkjxqz", range(26, 0, -1), k=chance.randint(2, 9)))
+        for text in (word, "\u0120" + word, word.capitalize(), "\u0120" + word.capitalize()):
+            vocabulary.setdefault(text, len(vocabulary))
+    data = json.loads(RAW.to_str())
+    data["model"]["vocab"] = vocabulary
+    return llguidance.LLTokenizer(json.dumps(data), len(vocabulary), list(ENDS))
+
+
+def test_ordinary_grammars_are_followed_within_their_time_at_a_large_vocabulary(many_tokens):
+    for name, grammar in ORDINARY.items():
+        assert grammar_child._try(many_tokens, grammar.kind, grammar.text) is None, name
+
+
+def test_a_costly_grammar_is_refused_before_anybody_follows_it(many_tokens):
+    costly = COSTLY.text.replace("/[a-y]+/", "s")
+    assert "cannot be followed" in (grammar_child._try(many_tokens, "lark", costly) or "")
+    assert grammar_child._try(many_tokens, "lark", COSTLY.text) is None  # it shows later
+
+
+def test_few_grammars_are_cached(compiler):
+    for number in range(module._MAX_COMPILED + 9):
+        compiler.matcher(regex(f"cached{number}"))
+    assert len(compiler._vocabulary._compiled) == module._MAX_COMPILED
