@@ -129,7 +129,10 @@ def create_app(
         readiness=readiness,
         sessions=session_store(config, metrics, clock, timing, runner),
         implicit=ImplicitSessions(
-            max_per_key=config.implicit_sessions, ttl_s=config.implicit_session_ttl_s, clock=clock
+            max_per_key=config.implicit_sessions,
+            max_bytes_per_key=config.max_stored_bytes_per_key,
+            ttl_s=config.implicit_session_ttl_s,
+            clock=clock,
         ),
         prompts=PromptBuilder(tokenizer),
         plans=plans,
@@ -234,6 +237,7 @@ def session_store(
         "document_ttl_s": config.document_ttl_s,
         "wait_s": config.session_wait_s,
         "max_sessions": config.max_sessions,
+        "max_bytes_per_key": config.max_stored_bytes_per_key,
         "clock": clock,
     }
     if not config.history_redis:

@@ -131,6 +131,12 @@ class RouterConfig(StoredSettings):
     max_history_tokens_per_key: Annotated[int, HISTORY] = Field(
         0, ge=0, description="tokens of one key's sessions together, and of its documents; 0: no limit"
     )
+    max_stored_bytes_per_key: Annotated[Bytes, HISTORY] = Field(
+        256 << 20,
+        ge=0,
+        description="bytes, without KV, of one key's sessions and responses together, of its documents, and "
+        "of its prompts without a session; 0: no limit",
+    )
     history_redis: Annotated[str, HISTORY] = Field(
         "", repr=False, description="URL of the Redis that stores sessions; empty stores them in memory"
     )

@@ -73,6 +73,7 @@ class Session(TypedDict):
     id: str
     object: Literal["session"]
     tokens: int
+    stored_bytes: int
     turns: int
     running: bool
     history_bytes: int
@@ -85,6 +86,7 @@ class Document(TypedDict):
     id: str
     object: Literal["document"]
     tokens: int
+    stored_bytes: int
     history_bytes: int
     history_tier: str
     kv_compression: dict[str, Any] | None

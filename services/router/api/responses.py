@@ -48,6 +48,9 @@ from kvferry.shared.model.tokenizer import ChatMessage
 
 router = keyed_router()
 
+_FILLED = 7 / 8
+"""Of a key's bytes, where a conversation begins: the rest is for its turns."""
+
 
 @router.post(
     "/v1/responses",
@@ -188,20 +191,23 @@ async def _output_of(services: Services, owner: str, response_id: str) -> list[d
 
 
 async def _make_room(services: Services, owner: str) -> None:
-    """Delete the key's longest idle responses where it may have no more sessions.
+    """Delete the key's longest idle responses where it may have no more sessions, or few more bytes of them.
 
     Clients of this API need not know that they store any.
     """
     found = await services.sessions.owned_by(owner, documents=False)
     excess = len(found) + 1 - services.config.max_sessions_per_key
-    if excess <= 0:
-        return
+    max_bytes = services.config.max_stored_bytes_per_key
+    excess_bytes = sum(summary.size_bytes for _, summary in found) - max_bytes * _FILLED if max_bytes else 0
     idle = sorted(
-        (summary.expires_at_s, key.session_id, key)
+        (summary.expires_at_s, key.session_id, key, summary.size_bytes)
         for key, summary in found
         if key.session_id.startswith(SESSION_PREFIX) and not services.sessions.is_running(key)
     )
-    for _, _, key in idle[:excess]:
+    for _, _, key, size_bytes in idle:
+        if excess <= 0 and excess_bytes <= 0:
+            return
+        excess, excess_bytes = excess - 1, excess_bytes - size_bytes
         try:
             await services.sessions.delete(key)
         except SessionNotFound:

@@ -52,7 +52,7 @@ async def import_session(
                 f"There is a session {key.session_id!r} already; delete it, or give another ?session_id=",
                 param="session_id",
             )
-        await services.sessions.check_quota(lease, services.config, num_tokens=len(record.token_ids))
+        await services.sessions.check_quota(lease, services.config, record)
         await lease.commit(record)
     return await _one(services, key)
 
@@ -184,6 +184,7 @@ async def _described(services: Services, key: SessionKey, summary: SessionSummar
             id=key.session_id.removeprefix(DOCUMENT_PREFIX),
             object="document",
             tokens=summary.num_tokens,
+            stored_bytes=summary.size_bytes,
             history_bytes=history.size_bytes,
             history_tier=history.tier,
             kv_compression=summary.compression,
@@ -194,6 +195,7 @@ async def _described(services: Services, key: SessionKey, summary: SessionSummar
         id=key.session_id,
         object="session",
         tokens=summary.num_tokens,
+        stored_bytes=summary.size_bytes,
         turns=summary.turns,
         running=services.sessions.is_running(key),
         history_bytes=history.size_bytes,

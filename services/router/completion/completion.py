@@ -45,6 +45,7 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.tokenizer import ChatMessage
 from kvferry.shared.sampling.params import Grammar, SampledToken, ThinkingBudget
 
 
@@ -174,7 +175,9 @@ class Completion:
         prompt = await services.prompts.build(request, former, self.model, self.work, preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
-            await services.sessions.check_quota(lease, services.config, num_tokens=self.num_prompt_tokens)
+            begun = prompt.record(self.model, (), ChatMessage("assistant", ""))
+            begun = begun.with_responses(record.responses if record is not None else ())
+            await services.sessions.check_quota(lease, services.config, begun)
         compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None
         limit = request.token_limit
@@ -478,7 +481,7 @@ class Completion:
     async def _publish(self, lease: SessionLease, prompt: Prompt) -> None:
         """Publish the staged history, unless the turn is not part of its session."""
         assert self._recording is not None, "every turn has ended"
-        await asyncio.shield(self._recording)
+        await asyncio.wait((self._recording,))
         is_current = self._committed and await lease.is_current()
         pin = is_current and lease.record is not None and lease.record.pin
         stats = self.choices[0].turn.stats
@@ -486,3 +489,4 @@ class Completion:
         await runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current, pin=pin)
         if self.request.releases:  # the session stays, and a later turn computes its KV again
             await runner.drop(lease.key)
+        await self._recording  # raises what ended it

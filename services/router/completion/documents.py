@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.inputs import Preamble, Prompt
@@ -59,7 +59,18 @@ async def create(
     chosen = await services.plans.choose(compression, token_ids, model, answer_tokens=1)
     async with services.sessions.lease(key, needs_record=False) as lease:
         earlier = lease.record.prefill_addresses if lease.record is not None else ()
-        await services.sessions.check_quota(lease, services.config, num_tokens=len(token_ids))
+        record = SessionRecord(
+            kind="document",
+            model_fingerprint=model.fingerprint,
+            token_ids=token_ids,
+            text=body.text,
+            turns=1,
+            compression=compression.model_dump(exclude_none=True) if compression is not None else None,
+            created_at_s=services.clock(),
+            ttl_s=body.ttl_s or 0.0,
+            pin=body.pin,
+        )
+        await services.sessions.check_quota(lease, services.config, record)
         turn = TurnRequest(
             request_id=request_id,
             model=model,
@@ -73,22 +84,12 @@ async def create(
             priority=body.priority,
         )
         stats = await services.runner.run(turn)
-        is_current = await lease.is_current()
-        await services.runner.publish(key, stats, token_ids, is_current=is_current, pin=body.pin)
-        await lease.commit(
-            SessionRecord(
-                kind="document",
-                model_fingerprint=model.fingerprint,
-                token_ids=token_ids,
-                text=body.text,
-                turns=1,
-                prefill_addresses=tuple(dict.fromkeys((stats.prefill_address, *earlier))),
-                compression=compression.model_dump(exclude_none=True) if compression is not None else None,
-                created_at_s=services.clock(),
-                ttl_s=body.ttl_s or 0.0,
-                pin=body.pin,
-            )
-        )
+        addresses = tuple(dict.fromkeys((stats.prefill_address, *earlier)))
+        is_current = False
+        try:
+            is_current = await lease.commit(replace(record, prefill_addresses=addresses))
+        finally:
+            await services.runner.publish(key, stats, token_ids, is_current=is_current, pin=body.pin)
 
 
 async def named(services: Services, owner: str, document_ids: Sequence[str]) -> NamedDocuments:

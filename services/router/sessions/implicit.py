@@ -9,6 +9,7 @@ to. It holds token ids, no KV, and calls no workers.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
 _SALTED = "+"
 _MAX_RECORDS = 1024
 """Over all keys; the token ids of each are in this process's memory."""
+_TOKEN_BYTES = 36
+"""Of an id and of its place in a tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,16 @@ class ImplicitSessions:
 
     Args:
         max_per_key: prompts of one API key; 0 stores none.
+        max_bytes_per_key: of their token ids together; 0: no limit.
         ttl_s: a prompt that nothing reuses for this long is dropped.
         clock: Unix time in seconds.
     """
 
-    def __init__(self, *, max_per_key: int, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, max_per_key: int, max_bytes_per_key: int, ttl_s: float, clock: Callable[[], float]
+    ) -> None:
         self._max_per_key = max_per_key
+        self._max_tokens = max_bytes_per_key // _TOKEN_BYTES if max_bytes_per_key else math.inf
         self._ttl_s = ttl_s
         self._clock = clock
         self._records: OrderedDict[SessionKey, ImplicitRecord] = OrderedDict()
@@ -146,7 +153,11 @@ class ImplicitSessions:
             expires_at_s=self._clock() + (self._ttl_s if turn.keep_s is None else turn.keep_s),
         )
         owned = [key for key in self._owned(turn.key.owner) if key not in dropped]
-        dropped += owned[: max(0, len(owned) - self._max_per_key)]
+        num_tokens = sum(len(self._records[key].token_ids) for key in owned)
+        for rank, key in enumerate(owned):
+            if len(owned) - rank > self._max_per_key or num_tokens > self._max_tokens:
+                dropped.append(key)
+                num_tokens -= len(self._records[key].token_ids)
         excess = len(self._records) - len(dropped) - _MAX_RECORDS
         dropped += [key for key in self._records if key not in dropped][: max(0, excess)]
         return [(key, self._records.pop(key).prefill_address) for key in dropped]

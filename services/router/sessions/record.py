@@ -58,6 +58,7 @@ class _Shown:
         last_plan: the last turn's `kv` object.
         prefill_addresses: workers that may have its history, the most recent first.
         compression: the `kv_compression` of turns that name this document; None leaves it to the turn.
+        size_bytes: of the record as it is stored, without KV; 0 where an earlier release wrote it.
         ttl_s: idle time after which it expires; 0 leaves it to the server.
         pin: whether its KV stays in prefill's memory longer than that of the key's others.
     """
@@ -66,6 +67,7 @@ class _Shown:
     last_plan: dict[str, Any] | None = None
     prefill_addresses: tuple[str, ...] = ()
     compression: dict[str, Any] | None = None
+    size_bytes: int = field(default=0, compare=False)
     ttl_s: float = 0.0
     pin: bool = False
     created_at_s: float = 0.0
@@ -110,12 +112,10 @@ class RecordPart(NamedTuple):
     Attributes:
         id: of this part alone.
         ends: how much of each of the record's growing fields there is up to its end.
-        size_bytes: of all parts up to its end.
     """
 
     id: str
     ends: tuple[int, ...]
-    size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +188,14 @@ class SessionRecord(_Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyUsage:
-    """How many sessions or documents one API key has, and their tokens together.
+    """How many sessions or documents one API key has, and their tokens and bytes together.
 
     Attributes: first_expires_in_s: seconds until the first of them expires; 0 where there is none.
     """
 
     num_records: int
     num_tokens: int
+    size_bytes: int
     first_expires_in_s: float
 
 

@@ -7,6 +7,7 @@ StoreUnavailable and may be repeated. `redis_scripts.py` has the scripts.
                     part:0, part:1, ..., parts (how many), last (the id of the last one)
     index    zset   session id by expiry (Unix ms)
     tokens   hash   session id -> tokens of its record; '' -> their sum
+    bytes    hash   likewise, bytes
     owners   set    every API key's owner, so that any router finds all indexes; one for all
     routers  zset   router by when it last had nothing that Redis lacks (Unix ms); one for all
     readers  zset   likewise, of the routers that read parts
@@ -49,7 +50,7 @@ from kvferry.services.router.sessions.stored_record import (
 )
 from kvferry.shared.at_rest import AtRestKeys, Unreadable, open_with
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import StoreUnavailable
+from kvferry.shared.errors import CapacityExceeded, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink
 
 _Result = TypeVar("_Result")
@@ -142,6 +143,7 @@ class RedisRecords:
         record: SessionRecord,
         *,
         before: SessionRecord | None = None,
+        max_bytes: int = 0,
     ) -> SessionRecord | None:
         """Returns the record as Redis has it now; None, and nothing is written, where the lease was not
         current any more.
@@ -149,8 +151,12 @@ class RedisRecords:
         Args:
             bases: the commits that the record may follow; an empty one stands for no commit.
             before: what Redis has, as far as the router knows; only what the record adds to it is written.
+            max_bytes: of the API key's sessions, or documents, together; 0: no limit.
+
+        Raises: CapacityExceeded where they would have more.
         """
-        return await self._put(scripts.COMMIT, [token, f"|{'|'.join(bases)}|"], key, record, before)
+        first = [token, f"|{'|'.join(bases)}|", str(max_bytes)]
+        return await self._put(scripts.COMMIT, first, key, record, before)
 
     async def write_back(
         self, key: SessionKey, bases: Sequence[str], record: SessionRecord
@@ -209,10 +215,15 @@ class RedisRecords:
         }
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        records, tokens, first_ms = await self._run(
+        records, tokens, size_bytes, first_ms = await self._run(
             scripts.USAGE, _index(owner, documents), excluding.session_id
         )
-        return KeyUsage(num_records=records, num_tokens=tokens, first_expires_in_s=first_ms / 1000)
+        return KeyUsage(
+            num_records=records,
+            num_tokens=tokens,
+            size_bytes=size_bytes,
+            first_expires_in_s=first_ms / 1000,
+        )
 
     async def remove_expired(self) -> None:
         """Remove what has expired, of every API key."""
@@ -281,6 +292,8 @@ class RedisRecords:
         if answer == _HAS_OTHER_PARTS:
             written = write_parts(record, None)
             answer = await self._write(script, _keys(key), *first, *self._put_arguments(key, written))
+        if answer == _HAS_TOO_MANY_BYTES:
+            raise CapacityExceeded(f"{record.size_bytes} bytes are too many for this key")
         return written.record if answer else None
 
     def _put_arguments(self, key: SessionKey, written: WrittenRecord) -> list[str | bytes | int]:
@@ -292,6 +305,7 @@ class RedisRecords:
             _ms(record.expires_at_s),
             key.session_id,
             len(record.token_ids),
+            record.size_bytes,
             written.after,
             written.last,
             written.num_kept,
@@ -336,8 +350,8 @@ _OWNERS = "kvferry:router:owners"
 _ROUTERS = "kvferry:router:routers"
 _REGISTERS = [_ROUTERS, "kvferry:router:{kvferry:router:routers}:readers"]
 """Of all routers, and of those that read parts; in one hash slot."""
-_HAS_OTHER_PARTS = 2
-"""Answer of a script that writes parts."""
+_HAS_OTHER_PARTS, _HAS_TOO_MANY_BYTES = 2, 3
+"""Answers of scripts that write parts."""
 _FORGET_ROUTER_S = 300.0
 """A router that has not registered for so long is gone."""
 _EXPIRED_AT_ONCE = 1000
@@ -349,7 +363,7 @@ def _session(key: SessionKey) -> str:
 
 def _index(owner: str, documents: bool) -> list[str]:
     kind = "documents" if documents else "sessions"
-    return [f"kvferry:router:{{{owner}}}:{kind}", f"kvferry:router:{{{owner}}}:{kind}:tokens"]
+    return [f"kvferry:router:{{{owner}}}:{kind}{suffix}" for suffix in ("", ":tokens", ":bytes")]
 
 
 def _keys(key: SessionKey) -> list[str]:

@@ -14,14 +14,39 @@ local function extend(key, at_least_ms)
   if redis.call('HEXISTS', key, 'record') == 1 then return end
   if redis.call('PTTL', key) < at_least_ms then redis.call('PEXPIRE', key, at_least_ms) end
 end
-local function count(id, num_tokens)
-  -- `num_tokens` nil: the record is gone. The sum is there once someone has asked for it.
-  local before = redis.call('HGET', KEYS[3], id) or 0
-  if num_tokens then redis.call('HSET', KEYS[3], id, num_tokens) else redis.call('HDEL', KEYS[3], id) end
-  if redis.call('HEXISTS', KEYS[3], '') == 1 then
-    redis.call('HINCRBY', KEYS[3], '', (num_tokens or 0) - before)
-    if redis.call('HLEN', KEYS[3]) == 1 then redis.call('DEL', KEYS[3]) end
+local function count_in(counts, id, value)
+  -- `value` nil: the record is gone. The sum is there once someone has asked for it.
+  local before = redis.call('HGET', counts, id) or 0
+  if value then redis.call('HSET', counts, id, value) else redis.call('HDEL', counts, id) end
+  if redis.call('HEXISTS', counts, '') == 1 then
+    redis.call('HINCRBY', counts, '', (value or 0) - before)
+    if redis.call('HLEN', counts) == 1 then redis.call('DEL', counts) end
   end
+end
+local function count(id, num_tokens, num_bytes)
+  count_in(KEYS[3], id, num_tokens)
+  count_in(KEYS[4], id, num_bytes)
+end
+local function sum(counts, index)
+  local known = redis.call('HGET', counts, '')
+  if known then return tonumber(known) end
+  local all, found = 0, redis.call('HGETALL', counts)
+  for at = 1, #found, 2 do
+    -- Routers of earlier releases leave the bytes of what they delete.
+    if redis.call('ZSCORE', index, found[at]) then all = all + found[at + 1]
+    else redis.call('HDEL', counts, found[at]) end
+  end
+  if redis.call('EXISTS', counts) == 1 then redis.call('HSET', counts, '', all) end
+  return all
+end
+local function sum_without(counts, index, id)
+  -- Of the others that have not expired. Takes as long as there are expired sessions that nobody has removed
+  -- yet, however many others there are.
+  local all = sum(counts, index) - (redis.call('HGET', counts, id) or 0)
+  for _, expired in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now_ms)) do
+    if expired ~= id then all = all - (redis.call('HGET', counts, expired) or 0) end
+  end
+  return all
 end
 local function stored(answer)
   -- Adds the record and its parts to an answer.
@@ -33,22 +58,22 @@ local function stored(answer)
   return answer
 end
 local function put(offset)
-  -- ARGV from offset: record, summary, commit_id, expires_ms, session_id, num_tokens, the last part that it
-  -- is written after ('' for any record or none), its own last part, how many parts stay, the parts after
-  -- them. Returns 2, and writes nothing, where there is another last part.
+  -- ARGV from offset: record, summary, commit_id, expires_ms, session_id, num_tokens, num_bytes, the last
+  -- part that it is written after ('' for any record or none), its own last part, how many parts stay, the
+  -- parts after them. Returns 2, and writes nothing, where there is another last part.
   local last, parts = unpack(redis.call('HMGET', KEYS[1], 'last', 'parts'))
-  if ARGV[offset + 6] ~= '' and ARGV[offset + 6] ~= last then return 2 end
-  local num_parts = tonumber(ARGV[offset + 8])
-  for index = offset + 9, #ARGV do
+  if ARGV[offset + 7] ~= '' and ARGV[offset + 7] ~= last then return 2 end
+  local num_parts = tonumber(ARGV[offset + 9])
+  for index = offset + 10, #ARGV do
     redis.call('HSET', KEYS[1], 'part:' .. num_parts, ARGV[index])
     num_parts = num_parts + 1
   end
   for index = num_parts, tonumber(parts or 0) - 1 do redis.call('HDEL', KEYS[1], 'part:' .. index) end
   redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
-             'committed', ARGV[offset + 2], 'last', ARGV[offset + 7], 'parts', num_parts)
+             'committed', ARGV[offset + 2], 'last', ARGV[offset + 8], 'parts', num_parts)
   redis.call('PERSIST', KEYS[1])
   redis.call('ZADD', KEYS[2], ARGV[offset + 3], ARGV[offset + 4])
-  count(ARGV[offset + 4], ARGV[offset + 5])
+  count(ARGV[offset + 4], ARGV[offset + 5], ARGV[offset + 6])
   return 1
 end
 """
@@ -100,21 +125,26 @@ return 1
 """
 
 COMMIT = """
--- KEYS session, index, tokens; ARGV token, the commits that the record may follow as in `WRITE_BACK`, then
--- as `put`. Returns 0 where the lease is not current any more, else as `put`. A failover may lose the lease
--- alone: then nobody has it, and nobody has committed.
+-- KEYS session, index, tokens, bytes; ARGV token, the commits that the record may follow as in `WRITE_BACK`,
+-- the most bytes of all records that the index has (0: no limit), then as `put`. Returns 0 where the lease is
+-- not current any more, 3 where the record grows and all would have more bytes, else as `put`. A failover may
+-- lose the lease alone: then nobody has it, and nobody has committed.
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'committed')
-if fields[2] == ARGV[5] then return 1 end
+if fields[2] == ARGV[6] then return 1 end
 if fields[1] ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then
   if fields[1] or not string.find(ARGV[2], '|' .. (fields[2] or '') .. '|', 1, true) then return 0 end
 end
-return put(3)
+local id, num_bytes, max_bytes = ARGV[8], tonumber(ARGV[10]), tonumber(ARGV[3])
+if max_bytes > 0 and num_bytes > tonumber(redis.call('HGET', KEYS[4], id) or 0) then
+  if sum_without(KEYS[4], KEYS[2], id) + num_bytes > max_bytes then return 3 end
+end
+return put(4)
 """
 
 WRITE_BACK = """
--- KEYS session, index, tokens; ARGV the commits that the record may follow ('' for none), each between two
--- bars, then as `put`. Returns 0 where the session has another commit. Whoever leased the session began from
--- an older record, or with a call that arrived late: that lease ends.
+-- KEYS session, index, tokens, bytes; ARGV the commits that the record may follow ('' for none), each between
+-- two bars, then as `put`. Returns 0 where the session has another commit. Whoever leased the session began
+-- from an older record, or with a call that arrived late: that lease ends.
 local committed = redis.call('HGET', KEYS[1], 'committed')
 if committed == ARGV[4] then return 1 end
 if committed and not string.find(ARGV[1], '|' .. committed .. '|', 1, true) then return 0 end
@@ -123,7 +153,7 @@ return put(2)
 """
 
 DELETE = """
--- KEYS session, index, tokens; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
+-- KEYS session, index, tokens, bytes; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
 if fields[3] == ARGV[1] then return 1 end
 redis.call('ZREM', KEYS[2], ARGV[3])
@@ -141,27 +171,17 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf')
 """
 
 USAGE = """
--- KEYS index, tokens; ARGV an id to leave out. Returns {records, tokens, ms until the first expires}. Takes
--- as long as there are expired sessions that nobody has removed yet, however many others there are.
-local sum = redis.call('HGET', KEYS[2], '')
-if not sum then
-  sum = 0
-  for _, num_tokens in ipairs(redis.call('HVALS', KEYS[2])) do sum = sum + num_tokens end
-  if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], '', sum) end
-end
-local records, tokens = redis.call('ZCARD', KEYS[1]), tonumber(sum)
-local function without(id)
-  records, tokens = records - 1, tokens - (redis.call('HGET', KEYS[2], id) or 0)
-end
-local expired = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)
-for _, id in ipairs(expired) do without(id) end
+-- KEYS index, tokens, bytes; ARGV an id to leave out. Returns {records, tokens, bytes, ms until the first
+-- expires}.
+local records = redis.call('ZCOUNT', KEYS[1], '(' .. now_ms, '+inf')
 local expires_ms = redis.call('ZSCORE', KEYS[1], ARGV[1])
-if expires_ms and tonumber(expires_ms) > now_ms then without(ARGV[1]) end
+if expires_ms and tonumber(expires_ms) > now_ms then records = records - 1 end
+local tokens, bytes = sum_without(KEYS[2], KEYS[1], ARGV[1]), sum_without(KEYS[3], KEYS[1], ARGV[1])
 local first_ms = 0
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf', 'LIMIT', 0, 2)) do
   if id ~= ARGV[1] and first_ms == 0 then first_ms = redis.call('ZSCORE', KEYS[1], id) - now_ms end
 end
-return {records, tokens, first_ms}
+return {records, tokens, bytes, first_ms}
 """
 
 REGISTER = """
@@ -193,14 +213,16 @@ return behind
 """
 
 EXPIRED = """
--- KEYS index, tokens; ARGV how many. Returns ids of what has expired. The sum is added up again when it is
--- next needed: routers of earlier releases do not keep it.
+-- KEYS index, tokens, bytes; ARGV how many. Returns ids of what has expired. The sums are added up again when
+-- they are next needed: routers of earlier releases do not keep them.
 redis.call('HDEL', KEYS[2], '')
+redis.call('HDEL', KEYS[3], '')
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms, 'LIMIT', 0, ARGV[1])
 """
 
 EXPIRE = """
--- KEYS session, index, tokens; ARGV session_id. Removes a session that has expired, unless a turn has it.
+-- KEYS session, index, tokens, bytes; ARGV session_id. Removes a session that has expired, unless a turn has
+-- it.
 local expires_ms = redis.call('ZSCORE', KEYS[2], ARGV[1])
 if not expires_ms or tonumber(expires_ms) > now_ms then return 0 end
 local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'record')

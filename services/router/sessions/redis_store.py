@@ -36,6 +36,7 @@ import structlog
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.redis_records import DELETED, RedisRecords, Stored
 from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found
+from kvferry.services.router.sessions.stored_record import sized
 from kvferry.shared.control.messages import (
     PendingInfo,
     PendingTurn,
@@ -43,7 +44,7 @@ from kvferry.shared.control.messages import (
     SessionBase,
     SessionKey,
 )
-from kvferry.shared.errors import SessionBusy, SessionPending, StoreUnavailable
+from kvferry.shared.errors import CapacityExceeded, SessionBusy, SessionPending, StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _CLEANING_INTERVAL_S = 60.0
@@ -257,15 +258,20 @@ class RedisSessionStore(SessionStore):
         """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
         key = lease.key
         expires_at_s, commit_id = self.next_expiry_s(key, record), secrets.token_hex(16)
-        written = replace(record, expires_at_s=expires_at_s, commit_id=commit_id, parts=())
+        written = sized(replace(record, expires_at_s=expires_at_s, commit_id=commit_id, parts=()))
         if not lease.is_valid:
             return False
         bases = self._pending.get(key, (lease.commit_id,))
         try:
             if lease.token is not None:
-                its = await self._records.commit(key, lease.token, bases, written, before=lease.record)
+                its = await self._records.commit(
+                    key, lease.token, bases, written, before=lease.record, max_bytes=self._max_bytes
+                )
             else:
                 its = await self._records.write_back(key, bases, written)
+        except CapacityExceeded:
+            usage = await self.usage(key.owner, documents=is_document(key), excluding=key)
+            raise self.too_many_bytes(key, usage, written.size_bytes) from None
         except StoreUnavailable as error:
             _log.warning("session stays in memory until Redis is back", error=error.message)
             if lease.needs_record and key in await self._announce([PendingTurn(session=key, bases=bases)]):

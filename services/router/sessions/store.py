@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
+from kvferry.services.router.sessions.stored_record import sized
 from kvferry.shared.control.messages import SessionBase, SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -72,8 +73,15 @@ class SessionLease:
         return self.is_valid
 
     async def commit(self, record: SessionRecord) -> bool:
-        """Make the turn part of the session; returns whether the lease was still current."""
-        return self.put(replace(record, expires_at_s=self._store.next_expiry_s(self.key, record)))
+        """Make the turn part of the session; returns whether the lease was still current.
+
+        Raises: InvalidRequest, CapacityExceeded: nothing is stored, see `SessionStore.check_quota`.
+        """
+        store = self._store
+        record = sized(replace(record, expires_at_s=store.next_expiry_s(self.key, record)))
+        usage = await store.usage(self.key.owner, documents=is_document(self.key), excluding=self.key)
+        store.check_bytes(self, usage, record.size_bytes)
+        return self.put(record)
 
     def put(self, record: SessionRecord | None) -> bool:
         """Replace the record as it is, expiry included; None removes it."""
@@ -94,6 +102,7 @@ class SessionStore:
         ttl_s: idle time after which a session expires; each turn restarts it.
         document_ttl_s: likewise for documents.
         wait_s: how long a request waits for its busy session.
+        max_bytes_per_key: of one key's sessions together, and of its documents; 0: no limit.
         clock: Unix time in seconds.
     """
 
@@ -105,11 +114,13 @@ class SessionStore:
         max_sessions: int,
         clock: Callable[[], float],
         document_ttl_s: float = 86_400.0,
+        max_bytes_per_key: int = 0,
     ) -> None:
         self._ttl_s = ttl_s
         self._document_ttl_s = document_ttl_s
         self._wait_s = wait_s
         self._max_sessions = max_sessions
+        self._max_bytes = max_bytes_per_key
         self._clock = clock
         self._entries: dict[SessionKey, _Entry] = {}
 
@@ -183,16 +194,18 @@ class SessionStore:
         return KeyUsage(
             num_records=len(found),
             num_tokens=sum(len(record.token_ids) for record in found),
+            size_bytes=sum(record.size_bytes for record in found),
             first_expires_in_s=first_s - self._clock(),
         )
 
-    async def check_quota(self, lease: SessionLease, config: RouterConfig, *, num_tokens: int) -> None:
-        """Whether the lease's owner may store its session or document with this many tokens.
+    async def check_quota(self, lease: SessionLease, config: RouterConfig, record: SessionRecord) -> None:
+        """Whether the lease's owner may store this as its session or document.
 
         Checked before a turn runs, so that nothing is computed that cannot be stored. Routers that share a
-        Redis count together; two simultaneous requests may both pass.
+        Redis count together; two simultaneous requests may both pass, but for bytes, which the commit checks
+        again.
 
-        Args: num_tokens: its tokens after the turn, as far as they are known.
+        Args: record: as it will be after the turn, as far as that is known.
         Raises:
             InvalidRequest: it is too long by itself.
             CapacityExceeded: with the owner's others it is too much; deleting some of them helps.
@@ -200,12 +213,13 @@ class SessionStore:
         key, is_new, documents = lease.key, lease.record is None, is_document(lease.key)
         what = "documents" if documents else "sessions"
         limit = config.max_documents_per_key if documents else config.max_sessions_per_key
-        max_tokens = config.max_history_tokens_per_key
+        max_tokens, num_tokens = config.max_history_tokens_per_key, len(record.token_ids)
+        size_bytes = sized(record).size_bytes
         if max_tokens and num_tokens > max_tokens:
             raise InvalidRequest(
                 f"This would be {num_tokens} tokens; all {what} of a key may have {max_tokens} together"
             )
-        if not is_new and not max_tokens:
+        if not is_new and not max_tokens and not self._max_bytes:
             return
         usage = await self.usage(key.owner, documents=documents, excluding=key)
         if is_new and usage.num_records >= limit:
@@ -221,6 +235,32 @@ class SessionStore:
                 reason=f"{what}_tokens_quota",
                 retry_after_s=usage.first_expires_in_s,
             )
+        self.check_bytes(lease, usage, size_bytes)
+
+    def check_bytes(self, lease: SessionLease, usage: KeyUsage, size_bytes: int) -> None:
+        """Whether the lease's session or document may have this many bytes beside the owner's others. One
+        that does not grow may.
+
+        Raises: as `check_quota`.
+        """
+        held = lease.record.size_bytes if lease.record is not None else 0
+        if self._max_bytes and size_bytes > held and usage.size_bytes + size_bytes > self._max_bytes:
+            raise self.too_many_bytes(lease.key, usage, size_bytes)
+
+    def too_many_bytes(self, key: SessionKey, usage: KeyUsage, size_bytes: int) -> KvferryError:
+        what = "documents" if is_document(key) else "sessions"
+        if size_bytes > self._max_bytes:
+            return InvalidRequest(
+                f"This would be stored with {size_bytes} bytes; all {what} of a key may have "
+                f"{self._max_bytes} together",
+                reason="record_too_long",
+            )
+        return CapacityExceeded(
+            f"This key's other {what} are stored with {usage.size_bytes} bytes and this one would be with "
+            f"{size_bytes}; the limit for all is {self._max_bytes}, delete some",
+            reason=f"{what}_bytes_quota",
+            retry_after_s=usage.first_expires_in_s,
+        )
 
     async def delete(self, key: SessionKey) -> None:
         """Delete a session, even during a turn. Raises as `get` does."""

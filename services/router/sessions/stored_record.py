@@ -30,7 +30,7 @@ from kvferry.services.router.sessions.record import (
     SessionSummary,
     StoredResponse,
 )
-from kvferry.shared.errors import KvferryError, StoreUnavailable
+from kvferry.shared.errors import InvalidRequest, StoreUnavailable
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.tokenizer import ChatMessage
 
@@ -52,7 +52,7 @@ class _Growing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NAMES = _Growing.__struct_fields__
-_START = RecordPart("", (0,) * len(_NAMES), 0)
+_START = RecordPart("", (0,) * len(_NAMES))
 """What the first part comes after."""
 _NOTHING: dict[str, Any] = msgspec.structs.asdict(_Growing())
 
@@ -101,11 +101,23 @@ class WrittenRecord:
         return self.record.parts[-1].id if self.record.parts else ""
 
 
+def sized(record: SessionRecord) -> SessionRecord:
+    """Return the record with its `size_bytes`. Raises: InvalidRequest where it is too long to be stored."""
+    size_bytes = len(msgspec.msgpack.encode(record))
+    if size_bytes > MAX_RECORD_BYTES:
+        raise InvalidRequest(
+            f"This would be stored with {size_bytes} bytes; one conversation or document may have "
+            f"{MAX_RECORD_BYTES}",
+            reason="record_too_long",
+        )
+    return replace(record, size_bytes=size_bytes)
+
+
 def write_whole(record: SessionRecord) -> WrittenRecord:
-    """The record as version 1 has it. Raises: KvferryError where it is too long."""
+    """The record as version 1 has it."""
     whole = replace(record, parts=())
-    body = _checked(msgspec.msgpack.encode(whole), 0)
-    head = msgspec.msgpack.encode(_Stored(version=WHOLE_VERSION, record=msgspec.Raw(body)))
+    body = msgspec.Raw(msgspec.msgpack.encode(whole))
+    head = msgspec.msgpack.encode(_Stored(version=WHOLE_VERSION, record=body))
     return WrittenRecord(record=whole, after="", num_kept=0, head=head, parts=())
 
 
@@ -113,7 +125,6 @@ def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenR
     """The record's head, and the parts that Redis lacks.
 
     Args: before: the record that Redis has; None where it may have another or none.
-    Raises: KvferryError where the record would be longer than `MAX_RECORD_BYTES`.
     """
     known = before.parts if before is not None else ()
     shared = _shared(record, before) if before is not None and known else _START.ends
@@ -160,7 +171,7 @@ def read_record(head: bytes, parts: Sequence[bytes]) -> SessionRecord:
     if [part.after for part in read] + [stored.last] != ["", *[part.id for part in read]]:
         raise _unreadable("its parts are not those that its head names")
     values = {name: _joined([getattr(part, name) for part in read]) or _NOTHING[name] for name in _NAMES}
-    return replace(record, parts=tuple(_parts(read, parts)), **values)
+    return replace(record, parts=tuple(_parts(read)), **values)
 
 
 def decode_summary(data: bytes) -> SessionSummary:
@@ -176,15 +187,13 @@ def _part(record: SessionRecord, former: RecordPart, ends: tuple[int, ...]) -> t
     spans = zip(_NAMES, former.ends, ends, strict=True)
     values = {name: getattr(record, name)[low:high] for name, low, high in spans}
     part = _Part(id=secrets.token_hex(_ID_BYTES), after=former.id, **values)
-    data = _checked(msgspec.msgpack.encode(part), former.size_bytes)
-    return RecordPart(part.id, ends, former.size_bytes + len(data)), data
+    return RecordPart(part.id, ends), msgspec.msgpack.encode(part)
 
 
-def _parts(read: Sequence[_Part], encoded: Sequence[bytes]) -> Iterator[RecordPart]:
+def _parts(read: Sequence[_Part]) -> Iterator[RecordPart]:
     part = _START
-    for its, data in zip(read, encoded, strict=True):
-        ends = tuple(map(sum, zip(part.ends, _lengths(its), strict=True)))
-        part = RecordPart(its.id, ends, part.size_bytes + len(data))
+    for its in read:
+        part = RecordPart(its.id, tuple(map(sum, zip(part.ends, _lengths(its), strict=True))))
         yield part
 
 
@@ -204,15 +213,6 @@ def _is_within(ends: tuple[int, ...], others: tuple[int, ...]) -> bool:
 def _joined(values: Sequence[Any]) -> Any:
     is_text = bool(values) and isinstance(values[0], str)
     return "".join(values) if is_text else tuple(chain.from_iterable(values))
-
-
-def _checked(data: bytes, before_bytes: int) -> bytes:
-    size_bytes = before_bytes + len(data)
-    if size_bytes > MAX_RECORD_BYTES:
-        raise KvferryError(
-            f"the session's record has {size_bytes} bytes; at most {MAX_RECORD_BYTES} can be stored"
-        )
-    return data
 
 
 def _unreadable(why: str) -> StoreUnavailable:

@@ -38,6 +38,7 @@ async def test_a_document_is_run_once_and_begins_sessions(stack: Any) -> None:
         "id",
         "object",
         "tokens",
+        "stored_bytes",
         "history_bytes",
         "history_tier",
         "kv_compression",

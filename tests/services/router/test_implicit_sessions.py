@@ -19,8 +19,10 @@ AT_P = {"prefill_address": "p", "decode_address": "d"}
 LONG, LONGER, OTHER = WORDS, WORDS + "what is the pin ?", "the red castle . " * 20
 
 
-def table(max_per_key: int = 2, clock: Clock | None = None) -> ImplicitSessions:
-    return ImplicitSessions(max_per_key=max_per_key, ttl_s=60.0, clock=clock or Clock())
+def table(max_per_key: int = 2, clock: Clock | None = None, max_bytes_per_key: int = 0) -> ImplicitSessions:
+    return ImplicitSessions(
+        max_per_key=max_per_key, max_bytes_per_key=max_bytes_per_key, ttl_s=60.0, clock=clock or Clock()
+    )
 
 
 def prompt(first: int, num_tokens: int = 100) -> tuple[int, ...]:
@@ -100,6 +102,18 @@ async def test_a_key_has_a_bounded_number_of_them_and_they_expire(start_stack: A
     assert len(stack.prefill[0].history) == 1
     clock.turn(60.0)
     await eventually(lambda: stack.prefill[0].history == {})
+
+
+def test_a_key_has_a_bounded_number_of_their_bytes() -> None:
+    sessions = table(max_per_key=9, max_bytes_per_key=200 * 36)
+    added = [sessions.begin(owner, prompt(first)) for owner, first in (("o", 0), ("p", 0), ("o", 500))]
+    assert all(sessions.add(turn, **AT_P) == [] for turn in added if turn is not None)
+    third, long = sessions.begin("o", prompt(1000)), sessions.begin("o", prompt(2000, 201))
+    assert third is not None
+    assert long is not None
+    assert [key for key, _ in sessions.add(third, **AT_P)] == [added[0].key]
+    assert [key for key, _ in sessions.add(long, **AT_P)] == [added[2].key, third.key, long.key]
+    assert sessions.remove_owner("p")
 
 
 @pytest.mark.parametrize("stream", [False, True])

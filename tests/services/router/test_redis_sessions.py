@@ -21,7 +21,13 @@ from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.sessions.stored_record import write_whole
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import SessionBusy, SessionNotFound, StoreUnavailable
+from kvferry.shared.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    SessionBusy,
+    SessionNotFound,
+    StoreUnavailable,
+)
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.tokenizer import ChatMessage
 
@@ -66,6 +72,7 @@ class Router:
             max_sessions=100,
             clock=self.clock,
             document_ttl_s=900.0,
+            max_bytes_per_key=options.get("max_bytes", 0),
         )
 
     async def turn(self, record: SessionRecord = RECORD, key: SessionKey = KEY) -> SessionRecord | None:
@@ -256,6 +263,37 @@ async def test_usage_counts_what_a_key_keeps(router: Callable[..., Router]) -> N
     await one.turn(TURN_2, key=replace(KEY, session_id="u"))
     usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
     assert (usage.num_records, usage.num_tokens) == (2, 7)
+
+
+async def test_bytes_of_what_is_gone_are_free_again(router: Callable[..., Router], redis_server: Any) -> None:
+    max_bytes, keys = 600, [replace(KEY, session_id=name) for name in "stuv"]
+    expired = router(clock=Clock(lambda: time.time() - 600.0), max_bytes=max_bytes)
+    one, other = router(max_bytes=max_bytes), router(max_bytes=max_bytes)
+    large = replace(RECORD, text="x" * 150)
+    await expired.turn(large, key=keys[0])
+    await one.turn(large, key=keys[1])
+    size_bytes = (await one.store.get(keys[1])).size_bytes
+    assert max_bytes / 2 < size_bytes < max_bytes
+    message = rf"with {size_bytes} bytes and this one would be with {size_bytes}; the limit for all is 600"
+    with pytest.raises(CapacityExceeded, match=message) as refused:
+        await other.turn(large, key=keys[2])
+    assert refused.value.reason == "sessions_bytes_quota"
+    assert await one.turns(keys[2]) is None
+    with pytest.raises(InvalidRequest, match="all sessions of a key may have 600 together"):
+        await other.turn(replace(RECORD, text="x" * 600), key=keys[2])
+    await one.turn(large, key=replace(KEY, owner="0a1c"))
+    await one.turn(large, key=document_key(KEY.owner, "d"))
+    await other.turn(replace(large, text=""), key=keys[1])  # what shrinks is not refused
+    await other.store.delete(keys[1])
+    await other.turn(large, key=keys[2])
+    with redis_server.client() as client:  # as a router of an earlier release deletes
+        client.delete("kvferry:router:{0a1b}:session:u")
+        client.zrem("kvferry:router:{0a1b}:sessions", "u")
+        client.hdel("kvferry:router:{0a1b}:sessions:tokens", "u")
+    await one.store.remove_stale()
+    await one.turn(large, key=keys[3])
+    usage = await one.store.usage(KEY.owner, documents=False, excluding=KEY)
+    assert (usage.num_records, usage.size_bytes) == (1, (await one.store.get(keys[3])).size_bytes)
 
 
 async def test_redis_sends_a_record_to_a_router_that_has_no_current_copy(

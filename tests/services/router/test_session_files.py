@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -11,12 +12,15 @@ from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.router import say
+from kvtest.waiting import eventually
 from pydantic import ValidationError
 
 from kvferry.services.router.http.errors import from_framework
+from kvferry.services.router.sessions import stored_record
 from kvferry.services.router.sessions.record import SessionFile
 from kvferry.shared.errors import InvalidRequest
 
+LONG = "the red castle . the old mill . the barn . the bridge . " * 20
 A, B = {"Authorization": "Bearer key-a"}, {"Authorization": "Bearer key-b"}
 
 
@@ -149,6 +153,76 @@ async def test_a_key_keeps_so_many_tokens(start_stack: Any) -> None:
     document = {"text": "the red castle . " * 20}
     response = await stack.http.post("/v1/documents", json=document, headers=A)
     assert response.status_code == 400
+
+
+@pytest.fixture(params=["memory", "redis"])
+def options(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The option that says where sessions are."""
+    return {} if request.param == "memory" else {"history_redis": request.getfixturevalue("redis_server").url}
+
+
+async def test_a_key_stores_so_many_bytes(start_stack: Any, options: dict[str, str]) -> None:
+    stack, other = [await start_stack(max_stored_bytes_per_key=4500, **options) for _ in range(2)]
+    for name in ("s", "t"):
+        await say(stack, LONG, name)
+        stored = (await stack.http.get(f"/v1/sessions/{name}", headers=A)).json()["stored_bytes"]
+        assert 1500 < stored < 2250
+    file = (await export(stack)).json()
+    asked = len(stack.prefill[0].requests)
+    for name in ("u", "t"):  # a new one, and one that would grow
+        with pytest.raises(openai.RateLimitError, match=r"with \d+ bytes .* the limit for all is 4500"):
+            await say(other if options else stack, LONG[: len(LONG) // 2], name)
+    assert (await put(stack, file, session_id="u")).status_code == 429
+    assert len(stack.prefill[0].requests) == asked
+    assert len(other.prefill[0].requests) == 0
+    await say(stack, LONG, "u", client=stack.keyed("key-b"))
+    for status, name in ((200, "d"), (200, "e"), (429, "f"), (200, "e")):
+        document = {"text": LONG, "id": name}
+        response = await stack.http.post("/v1/documents", json=document, headers=A)
+        assert response.status_code == status, response.text
+    await stack.http.delete("/v1/sessions/s", headers=A)
+    await say(other if options else stack, LONG, "u")
+
+
+async def test_simultaneous_turns_store_no_more_bytes_than_one_after_another(
+    start_stack: Any, options: dict[str, str]
+) -> None:
+    stack = await start_stack(max_stored_bytes_per_key=4500, **options)
+    stack.script.may_prefill.clear()
+    turns = [asyncio.create_task(say(stack, LONG, f"s{number}")) for number in range(5)]
+    await eventually(lambda: len(stack.prefill[0].requests) == len(turns))
+    stack.script.may_prefill.set()
+    answers = await asyncio.gather(*turns, return_exceptions=True)
+    refused = [its for its in answers if isinstance(its, openai.RateLimitError)]
+    assert len(refused) == 3
+    assert all("the limit for all is 4500" in str(error) for error in refused)
+    await eventually(lambda: stack.num_active == 0 and not stack.prefill[0].staged)
+    assert len(stack.prefill[0].history) == 2
+    found = (await stack.http.get("/v1/sessions", headers=A)).json()["data"]
+    assert sum(session["stored_bytes"] for session in found) <= 4500
+
+
+async def test_a_record_that_is_too_long_is_refused_by_its_size(
+    start_stack: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = await start_stack(**options)
+    monkeypatch.setattr(stored_record, "MAX_RECORD_BYTES", 1500)
+    with pytest.raises(openai.BadRequestError, match=r"with \d+ bytes; one conversation .* may have 1500"):
+        await say(stack, LONG)
+    document = {"text": LONG}
+    assert (await stack.http.post("/v1/documents", json=document, headers=A)).status_code == 400
+    assert not stack.prefill[0].requests
+    # An answer that is longer than could be known.
+    fields: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "max_output_tokens": 20}
+    ask: Any = {"model": "demo", "input": "the red castle .", **fields}
+    with pytest.raises(openai.BadRequestError, match="one conversation or document may have 1500"):
+        await stack.client.responses.create(**ask)
+    events = [event async for event in await stack.client.responses.create(**ask, stream=True)]
+    assert events[-1].type == "response.failed"
+    assert "may have 1500" in events[-1].response.error.message
+    await eventually(lambda: stack.num_active == 0 and not stack.prefill[0].staged)
+    assert stack.prefill[0].history == {}
+    assert (await stack.http.get("/v1/sessions", headers=A)).json()["data"] == []
 
 
 async def test_a_key_keeps_so_many_documents(start_stack: Any) -> None:

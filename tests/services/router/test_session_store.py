@@ -9,8 +9,9 @@ from kvtest.clock import Clock
 
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionStore
+from kvferry.services.router.sessions.stored_record import sized
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import SessionBusy, SessionNotFound
+from kvferry.shared.errors import CapacityExceeded, SessionBusy, SessionNotFound
 
 RECORD = SessionRecord(kind="chat", model_fingerprint="f", token_ids=(1, 2, 3), turns=1)
 
@@ -19,8 +20,16 @@ def key(name: str = "s", owner: str = "o") -> SessionKey:
     return SessionKey(owner=owner, session_id=name)
 
 
-def store(clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100) -> SessionStore:
-    return SessionStore(ttl_s=60.0, wait_s=wait_s, max_sessions=max_sessions, clock=clock or Clock())
+def store(
+    clock: Clock | None = None, *, wait_s: float = 0.05, max_sessions: int = 100, max_bytes_per_key: int = 0
+) -> SessionStore:
+    return SessionStore(
+        ttl_s=60.0,
+        wait_s=wait_s,
+        max_sessions=max_sessions,
+        max_bytes_per_key=max_bytes_per_key,
+        clock=clock or Clock(),
+    )
 
 
 async def waited_for(sessions: SessionStore) -> None:
@@ -44,6 +53,21 @@ async def test_session_exists_from_its_first_commit() -> None:
         assert (await sessions.get(key())).token_ids == (1, 2, 3)
     assert (await sessions.owned_by("o", documents=False))[0][0] == key()
     assert await sessions.owned_by("other", documents=False) == []
+
+
+async def test_bytes_of_what_has_expired_or_was_deleted_are_free_again() -> None:
+    clock = Clock()
+    sessions = store(clock, max_bytes_per_key=3 * sized(RECORD).size_bytes // 2)
+    await have(sessions, "s")
+    with pytest.raises(CapacityExceeded, match="delete some") as refused:
+        await have(sessions, "t")
+    assert (refused.value.reason, refused.value.retry_after_s) == ("sessions_bytes_quota", 60.0)
+    assert list(sessions._entries) == [key("s")]
+    await have(sessions, "s")  # what does not grow
+    clock.turn(60.0)
+    await have(sessions, "t")
+    await sessions.delete(key("t"))
+    await have(sessions, "u")
 
 
 async def test_session_without_a_commit_leaves_nothing() -> None:

@@ -79,6 +79,7 @@ async def test_session_object_describes_the_turns(stack: Any) -> None:
         "tokens",
         "turns",
         "running",
+        "stored_bytes",
         "history_bytes",
         "history_tier",
         "last_plan",

@@ -17,10 +17,11 @@ from kvferry.services.router.sessions.stored_record import (
     WrittenRecord,
     decode_summary,
     read_record,
+    sized,
     write_parts,
     write_whole,
 )
-from kvferry.shared.errors import KvferryError, StoreUnavailable
+from kvferry.shared.errors import InvalidRequest, StoreUnavailable
 from kvferry.shared.model.tokenizer import ChatMessage
 
 EMPTY = SessionRecord(kind="chat", model_fingerprint="f", token_ids=())
@@ -216,12 +217,10 @@ def test_a_record_of_an_earlier_release_is_read() -> None:
     assert read_record(write_whole(pairs).head, ()) == plain
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_record_that_is_too_long_is_refused_by_its_size(
-    in_parts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_too_long_is_refused_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_record, "MAX_RECORD_BYTES", 20_000)
-    before = write_parts(after_turns(1), None).record if in_parts else None
-    long = replace(after_turns(1), text="y" * 11_000)
-    with pytest.raises(KvferryError, match=r"has 2\d{4} bytes; at most 20000 can be stored"):
-        write_parts(long, before) if in_parts else write_whole(long)
+    assert 10_000 < sized(after_turns(1)).size_bytes < 20_000
+    with pytest.raises(
+        InvalidRequest, match=r"with 2\d{4} bytes; one conversation or document may have 20000"
+    ):
+        sized(replace(after_turns(1), text="y" * 11_000))
