@@ -12,14 +12,9 @@ from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
 from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.responses import (
-    FunctionTool,
-    Namespace,
-    ResponseRequest,
-    TextFormat,
-)
-from kvferry.services.router.completion.tools import OtherTool
+from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
 from kvferry.services.router.completion.translation import Names
+from kvferry.services.router.http.body import known_fields
 from kvferry.services.router.http.errors import error_code
 from kvferry.shared.errors import KvferryError
 
@@ -54,8 +49,8 @@ def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
         "store": body.is_stored,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": _format(form)},
-        "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
-        "tools": [_tool(its) for its in body.tools or ()],
+        "tool_choice": known_fields(body.tool_choice) or "auto",
+        "tools": [_tool(tool) for tool in known_fields(body.tools or [])],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
@@ -65,16 +60,16 @@ def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
 
 
 def _format(form: TextFormat | None) -> dict[str, Any]:
-    if form is None:
-        return {"type": "text"}
-    return form.model_dump(by_alias=True, exclude_none=True)
+    if form is None or form.type != "json_schema":
+        return {"type": form.type if form is not None else "text"}
+    schema: dict[str, Any] = known_fields(form)
+    return schema
 
 
-def _tool(tool: FunctionTool | Namespace | OtherTool) -> dict[str, Any]:
-    given = tool.model_dump(by_alias=True, exclude_unset=True)
-    if not isinstance(tool, FunctionTool):
-        return given
-    return {"description": None, "parameters": None, "strict": None, **given}
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool["type"] != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": None, **tool}
 
 
 def ended(

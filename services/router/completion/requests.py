@@ -34,6 +34,7 @@ from kvferry.services.router.completion.refused_fields import (
 from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
 from kvferry.services.router.completion.tools import (
     AllowedTools,
+    CallId,
     NamedTool,
     OtherTool,
     Tool,
@@ -134,7 +135,7 @@ class Message(ClientModel):
     content: Annotated[Content | None, Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None

@@ -21,7 +21,7 @@ from kvferry.services.router.completion.requests import (
     text_of,
 )
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName, custom_call
+from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
 from kvferry.services.router.completion.translation import Names, Translation, chat_request
 from kvferry.services.router.http.body import ClientModel, Range, Unsupported
 from kvferry.shared.model.tokenizer import ChatMessage
@@ -57,7 +57,7 @@ class InputCall(_Item):
     """A function call of an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: str
+    call_id: CallId
     name: ToolName
     namespace: str | None = None
     arguments: str
@@ -73,7 +73,7 @@ class InputCustomCall(_Item):
     """A call, of an earlier answer, of a tool that takes a text."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
+    call_id: CallId
     name: ToolName
     input: str
 
@@ -85,7 +85,7 @@ class InputCallOutput(_Item):
     """What a called function, or custom tool, returned."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
+    call_id: CallId
     output: Content
 
 
@@ -187,8 +187,8 @@ _KINDS = {
     "message": "message",
     "function_call": "call",
     "custom_tool_call": "custom_call",
-    "function_call_output": "output",
-    "custom_tool_call_output": "output",
+    "function_call_output": "result",
+    "custom_tool_call_output": "result",
     "reasoning": "reasoning",
     "item_reference": "reference",
     "additional_tools": "tools",
@@ -210,7 +210,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("call")]
     | Annotated[InputCustomCall, Tag("custom_call")]
-    | Annotated[InputCallOutput, Tag("output")]
+    | Annotated[InputCallOutput, Tag("result")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
     | Annotated[InputTools, Tag("tools")]
@@ -248,13 +248,13 @@ class AllowedFunctions(ClientModel):
 
 
 class TextFormat(ClientModel):
-    """`schema` is that of `json_schema`."""
+    """`schema` is that of `json_schema`, which alone has more than a type."""
 
     model_config = ConfigDict(validate_by_name=False)
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    description: Annotated[str, StringConstraints(max_length=4096)] | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
@@ -275,6 +275,12 @@ class Reasoning(ClientModel):
     max_tokens: Annotated[int, Range(0, INT31)] | None = None
 
 
+Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    Field(max_length=16),
+]
+
+
 class ResponseRequest(EngineFields, ChatFields, StructuredField):
     """POST /v1/responses. With `store`, which is true unless given, the response is a turn of a session."""
 
@@ -292,9 +298,7 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
-    metadata: Annotated[
-        dict[str, Annotated[str, StringConstraints(max_length=512)]], Field(max_length=16)
-    ] | (None) = None
+    metadata: Metadata | None = None
     truncation: Annotated[Any, Unsupported("disabled", "auto")] = None
     session_id: Annotated[Any, Unsupported()] = None
     background: Annotated[Any, Unsupported(False)] = None

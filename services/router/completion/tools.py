@@ -14,6 +14,7 @@ from kvferry.services.router.http.body import ClientModel
 
 MAX_TOOLS = 512
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+CallId = Annotated[str, StringConstraints(max_length=256)]
 
 
 class Function(ClientModel):
@@ -111,7 +112,7 @@ class ToolCall(ClientModel):
 
     echoed = frozenset({"index"})
 
-    id: str | None = None
+    id: CallId | None = None
     type: Literal["function", "custom"] = "function"
     function: CalledFunction
 

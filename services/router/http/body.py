@@ -295,6 +295,17 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
                 yield from unknown_fields(item, path)
 
 
+def known_fields(value: Any) -> Any:
+    """Return what was given of the fields that its models know, as JSON has it, without what they leave out:
+    only that is checked, so an answer may show it."""
+    if isinstance(value, list):
+        return [known_fields(its) for its in value if not (isinstance(its, ClientModel) and its.left_out)]
+    if not isinstance(value, ClientModel):
+        return value
+    fields = {field.alias or name: getattr(value, name) for name, field in type(value).model_fields.items()}
+    return {name: known_fields(given) for name, given in fields.items() if given is not None}
+
+
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
     """A model's validator: at most one of these fields is given."""
 

@@ -153,7 +153,7 @@ def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
     found = [(_real_path(refusal.body, error), error) for error in refusal.errors()]
     # A value that fits no member of a union has one error for each member: the deepest says most.
     path, first = max(found, key=lambda item: (len(item[0]), item[1]["type"] not in _TYPE_ERRORS))
-    param, kind, message = _param_name(path), first["type"], first["msg"]
+    param, kind, message = _param_name(path)[:128], first["type"], first["msg"]
     value = describe(first["input"])
     if kind == "missing":
         text = f"{param} is missing"
@@ -170,7 +170,7 @@ def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
         text = f"{param} is {value}; it must be {' or '.join(rules)}"
     else:
         text = f"{param} is not allowed: {message} (given: {value})"
-    return InvalidRequest(text, param=param[:128], reason=UNKNOWN_FIELD if kind == "extra_forbidden" else "")
+    return InvalidRequest(text, param=param, reason=UNKNOWN_FIELD if kind == "extra_forbidden" else "")
 
 
 def _rule(error: dict[str, Any]) -> str:

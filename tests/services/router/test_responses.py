@@ -9,6 +9,10 @@ import openai
 import pytest
 from kvtest.waiting import eventually
 
+from kvferry.services.router.api.response_answer import head_of
+from kvferry.services.router.completion.responses import ResponseRequest
+
+KEY_A = {"Authorization": "Bearer key-a"}
 ASK: Any = {"model": "demo", "max_output_tokens": 4, "temperature": 0}
 
 
@@ -69,6 +73,84 @@ async def test_a_key_with_all_its_sessions_loses_its_oldest_responses(start_stac
     for response in made[2:]:
         await stack.client.responses.retrieve(response.id)
     await stack.has_turns("own", 1)
+
+
+async def test_a_key_with_all_its_bytes_loses_its_oldest_responses(start_stack: Any) -> None:
+    stack = await start_stack(max_stored_bytes_per_key=10_000)
+    made = []
+    for _ in range(12):
+        made.append(await stack.client.responses.create(**ASK, input="the red castle ."))
+        await eventually(lambda: stack.num_active == 0)
+    with pytest.raises(openai.NotFoundError):
+        await stack.client.responses.retrieve(made[0].id)
+    for response in made[-3:]:
+        await stack.client.responses.retrieve(response.id)
+    found = (await stack.http.get("/v1/sessions", headers=KEY_A)).json()["data"]
+    assert 5_000 < sum(session["stored_bytes"] for session in found) <= 10_000
+
+
+LARGE = "x" * 3_000_000
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {"n" * 65: "v"}}, "metadata." + "n" * 65),
+        ({"metadata": {LARGE: "v"}}, ("metadata." + LARGE)[:128]),
+        ({"metadata": {"n": "v" * 513}}, "metadata.n"),
+        ({"metadata": {f"n{number}": "v" for number in range(17)}}, "metadata"),
+        ({"text": {"format": {"type": "text", "name": LARGE}}}, "text.format.name"),
+        ({"text": {"format": {"type": "text", "description": LARGE}}}, "text.format.description"),
+        ({"tools": [{"type": "function", "name": "f", "strict": LARGE}]}, "tools[0].strict"),
+        ({"input": [{**CALL, "call_id": LARGE}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": LARGE, "output": ""}]}, "input[0].call_id"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+async def test_what_an_answer_repeats_is_bounded(stack: Any, fields: dict[str, Any], param: str) -> None:
+    body = {**ASK, "input": "the red castle .", **fields}
+    response = await stack.http.post("/v1/responses", json=body, headers=KEY_A)
+    assert response.status_code == 400, response.text[:200]
+    assert response.json()["error"]["param"] == param
+    assert len(response.content) < 1000
+    assert not stack.prefill[0].requests
+
+
+async def test_what_the_model_does_not_get_to_know_is_neither_repeated_nor_stored(stack: Any) -> None:
+    response = await stack.client.responses.create(
+        **ASK,
+        input="the red castle .",
+        metadata={"n" * 64: "v" * 512},
+        text={"format": {"type": "text", "schema": {"title": LARGE}, "other": "x"}},
+        tools=[{"type": "web_search", "filters": {LARGE: 1}}],
+    )
+    stored = (await stack.http.get(f"/v1/responses/{response.id}", headers=KEY_A)).json()
+    assert (stored["text"], stored["tools"]) == ({"format": {"type": "text"}}, [])
+    assert stored["metadata"] == {"n" * 64: "v" * 512}
+    session = (await stack.http.get(f"/v1/sessions/{response.id[:29]}", headers=KEY_A)).json()
+    assert session["stored_bytes"] < 5_000
+
+
+def test_of_tools_an_answer_repeats_the_fields_that_are_known() -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    more = {"other": LARGE}
+    inner = [function | more, {"type": "custom", **more}]
+    request = ResponseRequest.model_validate(
+        {
+            "model": "demo",
+            "input": "a",
+            "tools": [function | more, {"type": "namespace", "name": "n", "tools": inner, **more}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": inner, **more},
+        }
+    )
+    head = head_of(request, "resp_1")
+    assert head["tools"] == [
+        {"description": None, **function},
+        {"type": "namespace", "name": "n", "tools": [function]},
+    ]
+    chosen = {"type": "function", "name": "f"}
+    assert head["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": [chosen]}
 
 
 async def test_a_chat_in_a_responses_session_keeps_what_it_still_has(stack: Any) -> None:
