@@ -555,7 +555,7 @@ class ChatTokenizer:
         caller = {**answer, "content": "", "tool_calls": [call]}
         results = [{"role": r, "content": "a", "tool_call_id": call["id"]} for r in self._roles]
         called = ([user, caller, result] for result in results)
-        conversations = [[system, user], [user, answer], [user, answer, user], *called]
+        conversations: list[list[Any]] = [[system, user], [user, answer], [user, answer, user], *called]
         tools = [{"type": "function", "function": function}]
         for messages, shown, prompted in product(conversations, (None, tools), (False, True)):
             with suppress(Exception):  # the template takes no such conversation
