@@ -9,7 +9,9 @@ import contextlib
 import socket
 import socketserver
 import ssl
+import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,19 +22,26 @@ from prometheus_client.exposition import choose_encoder
 
 from kvferry.shared.certs import METRICS_READERS, Certs, tls_name
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.serving import format_address, parse_address
+from kvferry.shared.serving import HANDSHAKE_S, format_address, parse_address
 
 logger = structlog.get_logger(__name__)
 
+MAX_WAITING = 128
+"""Connections at once that have sent no request; the oldest gives way."""
 _REQUEST_TIMEOUT_S = 10.0
 _READERS = frozenset(map(tls_name, METRICS_READERS))
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """A running metrics endpoint: an HTTP server and its thread, and a short-lived thread for each request.
+    """A running metrics endpoint: an HTTP server and its thread, and a thread for each connection.
+
+        accepted ──TLS, a request's head──► answered ──► closed
+            └── HANDSHAKE_S, or too many ──────────────────▲
 
     Made by `serve_metrics`.
     """
+
+    request_queue_size = 1024
 
     def __init__(
         self,
@@ -45,6 +54,9 @@ class MetricsServer(ThreadingHTTPServer):
         self.registry = registry
         self.is_ready = is_ready
         self._tls = tls
+        self._lock = threading.Lock()  # so that a descriptor is not shut down once it is another connection's
+        self._waiting: dict[socket.socket, float] = {}
+        """Connections that have sent no request, and until when they may."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _MetricsHandler)
         self._thread = threading.Thread(
@@ -57,22 +69,51 @@ class MetricsServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        connection.settimeout(_REQUEST_TIMEOUT_S)
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._waiting[connection] = time.monotonic() + HANDSHAKE_S
+        return connection, address
+
+    def service_actions(self) -> None:
+        """Shut down connections that took too long to send a request, and the oldest where they are too many.
+        Their threads then close them."""
+        now_s = time.monotonic()
+        with self._lock:
+            while self._waiting:
+                connection, until_s = next(iter(self._waiting.items()))
+                if until_s > now_s and len(self._waiting) <= MAX_WAITING:
+                    return
+                del self._waiting[connection]
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own is not for another thread
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer one connection, in its own thread, so that a slow handshake holds up nobody."""
-        if self._tls is None:
-            super().finish_request(request, client_address)
-            return
-        request.settimeout(_REQUEST_TIMEOUT_S)
-        try:
-            connection = self._tls.wrap_socket(request, server_side=True)
-        except OSError as error:  # of TLS, or the connection's end
-            logger.debug("metrics connection refused", error=str(error))
-            return
-        with contextlib.closing(connection):
-            if not _READERS.isdisjoint(_names(connection)):
-                super().finish_request(connection, client_address)
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._tls is not None:
+            request.do_handshake()
+            if _READERS.isdisjoint(_names(request)):
+                return
+        super().finish_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.waits_no_more(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):  # of TLS, or the connection's end
+            logger.debug("a metrics connection is ended", error=str(error))
+        else:
+            logger.exception("a metrics request failed")
+
+    def waits_no_more(self, connection: socket.socket) -> bool:
+        """Take note that a request has come, or the end; returns whether the connection was not shut down."""
+        with self._lock:
+            return self._waiting.pop(connection, None) is not None
 
     @property
     def address(self) -> str:
@@ -118,9 +159,10 @@ def _names(connection: ssl.SSLSocket) -> set[str]:
 
 class _MetricsHandler(BaseHTTPRequestHandler):
     server: MetricsServer
-    timeout = _REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
+        if not self.server.waits_no_more(self.connection):
+            return
         path = self.path.partition("?")[0]
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))

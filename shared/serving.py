@@ -21,6 +21,9 @@ from kvferry.shared.errors import ConfigurationError
 
 logger = structlog.get_logger(__name__)
 
+HANDSHAKE_S = 5.0
+"""How long a connection to any port may take to begin: to prove its key, or to send what comes first. It is
+closed then."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

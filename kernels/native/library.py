@@ -4,7 +4,7 @@
                                    └───────────────yes────────────────────────┘
 
 The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
-no compiler, or its code does not agree with torch, ops run in torch.
+no such folder or no compiler, or its code does not agree with torch, ops run in torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -143,16 +144,33 @@ def _compiled() -> Path:
 
 
 def _folder() -> Path:
-    """A folder that only this user can write to."""
+    """A folder that only this user can write to. Raises: NativeUnavailable, OSError."""
     try:
         folder = Path.home() / CACHE
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+        for each in (*reversed(folder.parents), folder):
+            each.mkdir(exist_ok=True, mode=0o700)
+        folder = folder.resolve()
+        if is_safe(folder) and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # no home, or a file system that is read only
         pass
-    return Path(tempfile.mkdtemp(prefix="kvferry-native-"))
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-native-")).resolve()
+    if not is_safe(folder):
+        folder.rmdir()
+        raise NativeUnavailable(f"{folder} is below a folder that others own or can write to")
+    return folder
+
+
+def is_safe(folder: Path) -> bool:
+    """Return whether nobody but this user and root can change what is in a folder, or replace it or a folder
+    above it, between a look at a file and its use. `/tmp`, in which nobody can replace what others own, is a
+    safe place above."""
+    for each in (folder, *folder.parents):
+        found = each.stat()
+        is_shared = found.st_mode & 0o022 and (each == folder or not found.st_mode & stat.S_ISVTX)
+        if found.st_uid not in (0, os.getuid()) or is_shared:
+            return False
+    return True
 
 
 def _processor() -> str:

@@ -32,6 +32,7 @@ from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
 from kvferry.shared.logging import request_context
+from kvferry.shared.serving import HANDSHAKE_S
 from kvferry.shared.telemetry import context_of, entry
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
@@ -97,7 +98,8 @@ async def serve_control(
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    server = grpc.aio.server(options=(*_OPTIONS, *size_limits(max_message_bytes)))
+    handshake = ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000))  # to the client's settings
+    server = grpc.aio.server(options=(*_OPTIONS, handshake, *size_limits(max_message_bytes)))
     names, streams = [], EventStreams()
     for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
         if implementation is not None:

@@ -23,7 +23,7 @@ import structlog
 
 from kvferry.shared.certs import BlockKeys
 from kvferry.shared.errors import ConfigurationError, TransferFailed
-from kvferry.shared.serving import format_address, parse_address
+from kvferry.shared.serving import HANDSHAKE_S, format_address, parse_address
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
 from kvferry.shared.wire.noise import Handshake, NotAuthentic
@@ -40,7 +40,6 @@ from kvferry.shared.wire.zmq import (
 
 MAX_UNPROVEN = 256
 """Connections at once whose other end has not proved its key; the oldest gives way."""
-HANDSHAKE_S = 5.0
 _CONNECT_S = 5.0
 _FIRST_RECONNECT_S = 0.1
 _BACKLOG = 256

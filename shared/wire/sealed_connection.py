@@ -6,8 +6,8 @@ the handshake and the ciphers; when to connect and whom to accept is not decided
     initiator  48 bytes ──►          head ── body ── body ── head ── body ...   (each way)
                ◄── 48 bytes  responder
 
-The first 48 bytes prove nothing: they may be a recording of another connection's. Who has the right key is
-who can seal the first head, because its key depends on what both ends chose for this connection.
+The initiator's 48 bytes prove nothing, because they may be a recording. Its first head proves that it has the
+right key: what seals it depends also on what the responder has just chosen.
 
 A message is a head, which says how many frames it has and how long they are, and the frames' bytes in records
 of RECORD_BYTES, the last one shorter. Each is sealed, so no length is believed that the peer did not send.

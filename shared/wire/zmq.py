@@ -16,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
+from kvferry.shared.serving import HANDSHAKE_S
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import HEADER_BYTES
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
@@ -211,6 +212,7 @@ class ZmqListeningChannel(_ZmqChannel):
             max_bytes=MAX_PAYLOAD_BYTES,
         )
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         try:
             self._router.bind(self._bind)
         except zmq.ZMQError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,10 @@ import httpx
 import pytest
 import yaml
 from kvtest.ports import free_port
+from kvtest.waiting import until
 from prometheus_client import CollectorRegistry
 
+from kvferry.shared import metrics_server
 from kvferry.shared.certs import Certs, Role
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.metrics_server import MetricsServer, serve_metrics
@@ -38,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, role: Role) -> Iterator[MetricsServer]:
-    server = serve_metrics(
-        CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: True, certs=Certs(str(folder), role)
-    )
+def serving(folder: Path, role: Role | None) -> Iterator[MetricsServer]:
+    """With TLS if it has a role."""
+    certs = Certs(str(folder), role) if role is not None else None
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: True, certs=certs)
     try:
         yield server
     finally:
@@ -52,6 +56,14 @@ def serving(folder: Path, role: Role) -> Iterator[MetricsServer]:
 def server(folder: Path) -> Iterator[MetricsServer]:
     with serving(folder, "decode") as server:
         yield server
+
+
+def reader_of(folder: Path, role: Role | None) -> ssl.SSLContext | None:
+    """The context of a client that a server of the role answers."""
+    return Certs(str(folder), "metrics").client_context() if role is not None else None
+
+
+EITHER = pytest.mark.parametrize("role", [None, "decode"])
 
 
 def answers(server: MetricsServer, context: ssl.SSLContext | None) -> list[int]:
@@ -93,9 +105,42 @@ def test_plain_bytes_get_an_alert_at_most(server: MetricsServer) -> None:
     assert len(received) <= 7
 
 
-def test_a_client_that_begins_no_handshake_holds_up_nobody(server: MetricsServer, folder: Path) -> None:
-    with socket.create_connection(parse_address("metrics", server.address)):
-        assert answers(server, Certs(str(folder), "metrics").client_context())[0] == 200
+@EITHER
+def test_400_clients_that_send_no_request_hold_up_nobody(
+    folder: Path, role: Role | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "HANDSHAKE_S", TIMEOUT_S)
+    with serving(folder, role) as server, contextlib.ExitStack() as stack:
+        address = parse_address("metrics", server.address)
+        with server._lock:  # none is accepted meanwhile
+            for _ in range(400):
+                stack.enter_context(socket.create_connection(address, timeout=5.0))
+        assert answers(server, reader_of(folder, role))[0] == 200
+        until(lambda: threading.active_count() < 1.5 * metrics_server.MAX_WAITING)
+
+
+@EITHER
+@pytest.mark.parametrize("sent", ["nothing", "a little"])
+def test_a_connection_that_sends_no_request_in_time_is_closed(
+    folder: Path, role: Role | None, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "HANDSHAKE_S", 0.5)
+    beginning = b"GET /metrics HTTP/1.1\r\nX: " if role is None else b"\x16\x03\x01\x40\x00"
+    rest = itertools.chain(beginning, itertools.repeat(0))
+    with serving(folder, role) as server, socket.socket() as connection:
+        connection.connect(parse_address("metrics", server.address))
+        connection.settimeout(0.02)
+        deadline_s = time.monotonic() + 5.0
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < deadline_s:
+                if sent == "a little":
+                    connection.sendall(bytes([next(rest)]))
+                with contextlib.suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    break
+        assert time.monotonic() < deadline_s
+        monkeypatch.undo()
+        assert answers(server, reader_of(folder, role))[0] == 200
 
 
 def test_a_reader_refuses_a_server_that_is_no_worker(server: MetricsServer, folder: Path) -> None:

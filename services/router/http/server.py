@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from kvferry.services.router.http.middleware import BoundedH11Protocol
 from kvferry.shared.draining import Drain
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.freeing_rate import FreeingRate
-from kvferry.shared.serving import format_address, parse_address
+from kvferry.shared.serving import HANDSHAKE_S, format_address, parse_address
 
 _STARTUP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 1
@@ -33,6 +34,19 @@ _WANTED_FILES, _OTHER_FILES = 16_384, 256
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn does, which gives a TLS handshake a minute, and counts it as no connection."""
+        await super().startup(sockets=[])
+        loop, config = asyncio.get_running_loop(), self.config
+        limit_s = HANDSHAKE_S if config.is_ssl else None
+        connection = partial(config.http_protocol_class, config, self.server_state, self.lifespan.state)  # type: ignore[call-arg]
+        for listener in sockets or ():
+            self.servers.append(
+                await loop.create_server(
+                    connection, sock=listener, ssl=config.ssl, ssl_handshake_timeout=limit_s
+                )
+            )
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.native import library as native
 from kvferry.kernels.quarantine import quarantined, release_all
 
+OTHER_UID = 54_321
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason="this machine has no C compiler")
 
 
@@ -52,16 +54,49 @@ def test_a_compiler_that_fails_is_a_reason(home: Path, monkeypatch: pytest.Monke
     assert not list(home.iterdir())
 
 
-@pytest.mark.full
-@needs_compiler
-def test_a_folder_that_others_may_write_to_is_not_used(home: Path) -> None:
-    home.mkdir(parents=True)
-    home.chmod(0o777)
-    path = native._compiled()
-    assert path.parent != home
-    assert not list(home.iterdir())
-    assert path.parent.stat().st_uid == os.getuid()
-    assert not path.parent.stat().st_mode & 0o022
+@pytest.mark.parametrize("place", ["native", "kvferry", ".cache", "home"])
+@pytest.mark.parametrize(
+    ("mode", "owner", "is_used"),
+    [(0o777, 0, False), (0o770, 0, False), (0o1777, 0, True), (0o755, 0, True), (0o755, OTHER_UID, False)],
+)
+def test_a_folder_that_others_may_change_or_replace_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: int, owner: int, is_used: bool
+) -> None:
+    if owner and os.getuid():
+        pytest.skip("only root gives folders to others")
+    (tmp_path / "links").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "links" / "home"))
+    folder = tmp_path / "home" / native.CACHE
+    folder.mkdir(parents=True, mode=0o700)
+    (tmp_path / "links" / "home").symlink_to(tmp_path / "home")
+    changed = next(its for its in (folder, *folder.parents) if its.name == place)
+    changed.chmod(mode)
+    if owner:
+        os.chown(changed, owner, -1)
+    used = native._folder()
+    assert (used == folder) == (is_used and not (place == "native" and mode & 0o022))
+    assert used.stat().st_uid == os.getuid()
+    assert used.stat().st_mode & 0o777 == 0o700 or used == folder
+
+
+def test_without_a_safe_folder_nothing_is_loaded(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    tmp_path.chmod(0o777)
+    with pytest.raises(native.NativeUnavailable, match="below a folder that others own or can write to"):
+        native._compiled()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_folders_that_are_made_are_for_this_user_alone(home: Path) -> None:
+    umask = os.umask(0)
+    try:
+        assert native._folder() == home
+    finally:
+        os.umask(umask)
+    assert [its.stat().st_mode & 0o777 for its in (home, home.parent, home.parents[1])] == [0o700] * 3
 
 
 @needs_compiler

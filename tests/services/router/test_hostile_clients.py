@@ -29,6 +29,7 @@ from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http import body as body_module
 from kvferry.services.router.http import large_work
+from kvferry.services.router.http import server as server_module
 from kvferry.services.router.http.body import MAX_VALUES, check_size
 from kvferry.shared.certs import tls_name
 from kvferry.shared.errors import InvalidRequest
@@ -428,6 +429,19 @@ async def test_the_server_speaks_tls_with_a_certificate(start_stack: Any, tmp_pa
     assert response.status_code == 200
     with pytest.raises(httpx.TransportError):
         await stack.http.get("/health")
+
+
+async def test_a_tls_handshake_must_end_in_time(
+    start_stack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certs(tmp_path, days=2, everything=False)
+    worker = tmp_path / "decode"
+    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.5)
+    stack = await start_stack(tls_cert=str(worker / "tls.pem"), tls_key=str(worker / "tls.key"))
+    reader, writer = await asyncio.open_connection(*stack.base_url.removeprefix("http://").split(":"))
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 10.0) == b""
+    writer.close()
 
 
 def test_both_files_of_tls_are_needed() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +13,8 @@ import kvtest.control as kit
 import pytest
 
 from kvferry.proto import control_pb2, control_pb2_grpc
+from kvferry.shared.certs import Certs
+from kvferry.shared.control import server as server_module
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
@@ -24,9 +29,11 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferDone,
 )
-from kvferry.shared.control.server import ControlServer
+from kvferry.shared.control.server import ControlServer, serve_control
+from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.version import VERSION
+from kvferry.tools.certs import make_certs
 
 
 async def test_generate_streams_every_event(decode: Any, decode_client: GrpcDecodeClient) -> None:
@@ -97,3 +104,40 @@ async def test_generated_stubs_of_another_client_are_served(server: ControlServe
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert dict(refused.value.trailing_metadata())["kvferry-error-class"] == "Overloaded"
     assert refused.value.details() == f"in kvferry {VERSION}, GenerateRequest has no plan; it is required"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_connections_that_never_begin_are_closed_while_a_client_is_answered(
+    decode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    beginnings = itertools.cycle((b"", b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+    make_certs(tmp_path, days=2, everything=False)
+    monkeypatch.setattr(server_module, "HANDSHAKE_S", 1.0)
+    certs = (Certs(str(tmp_path), "decode"), Certs(str(tmp_path), "router")) if encrypted else (None, None)
+    server = await serve_control(listen="127.0.0.1:0", decode=kit.as_decode(decode), certs=certs[0])
+    client = GrpcDecodeClient(server.address, certs=certs[1])
+    silent = [await asyncio.open_connection(*server.address.split(":")) for _ in range(100)]
+
+    async def end_of(reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+
+    async def answered() -> None:
+        async with asyncio.timeout(kit.WAIT_S):
+            while True:
+                with contextlib.suppress(WorkerUnavailable):  # a busy machine may need more than the limit
+                    assert await client.status(timeout_s=kit.WAIT_S) == kit.STATUS
+                    return
+
+    try:
+        for _, writer in silent:
+            writer.write(next(beginnings))
+        await answered()
+        async with asyncio.timeout(kit.WAIT_S):
+            await asyncio.gather(*(end_of(reader) for reader, _ in silent))
+        await answered()
+    finally:
+        for _, writer in silent:
+            writer.close()
+        await client.close()
+        await server.close(0.0)

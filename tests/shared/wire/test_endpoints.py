@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
+from kvferry.shared.serving import parse_address
+from kvferry.shared.wire import sealed, zmq
 from kvferry.shared.wire.channel import Channel, ListeningChannel
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.receiver import BlockServer
@@ -76,6 +79,20 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout(kind: str) -> None:
 def test_an_address_that_cannot_be_bound_is_a_configuration_error(kind: str, bind: str) -> None:
     with pytest.raises(ConfigurationError, match="block"):
         BlockServer(listening(kind, bind), RecordingSink())
+
+
+@KINDS
+def test_a_connection_that_says_nothing_is_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sealed, zmq):
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    server = BlockServer(listening(kind, "tcp://127.0.0.1:0"), RecordingSink())
+    try:
+        address = parse_address("endpoint", server.endpoint.removeprefix("tcp://"))
+        with socket.create_connection(address, timeout=5.0) as silent:
+            while silent.recv(1000):
+                pass
+    finally:
+        server.close()
 
 
 @KINDS

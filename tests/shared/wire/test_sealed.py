@@ -6,11 +6,14 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import kvtest.wire as kit
 import pytest
+from kvtest.clock import Clock
 from kvtest.proxy import CuttingSealedProxy
 from kvtest.waiting import until
 from kvtest.wire import RecordingSink
@@ -218,15 +221,18 @@ def test_who_repeats_a_recorded_greeting_is_closed_and_holds_no_memory(
 ) -> None:
     """All of it is answered, which proves nothing: who repeats it cannot go on."""
     greeting, answer_bytes = recorded_greeting(endpoint)[:size], size // HANDSHAKE_BYTES * HANDSHAKE_BYTES
-    monkeypatch.setattr(sealed, "HANDSHAKE_S", 1.0)
+    clock = Clock(time.monotonic)
+    monkeypatch.setattr(sealed, "time", SimpleNamespace(monotonic=clock))
     with contextlib.ExitStack() as stack:
         stack.callback(tracemalloc.stop)
         tracemalloc.start()
-        connections = [stack.enter_context(connected(endpoint)) for _ in range(40)]
-        for connection in connections:
-            connection.sendall(greeting)
-            assert len(connection.recv(answer_bytes, socket.MSG_WAITALL)) == answer_bytes
+        connections = []
+        for _ in range(40):
+            connections.append(stack.enter_context(connected(endpoint)))
+            connections[-1].sendall(greeting)
+            assert len(connections[-1].recv(answer_bytes, socket.MSG_WAITALL)) == answer_bytes
         assert tracemalloc.get_traced_memory()[1] < RECORD_BYTES
+        clock.turn(sealed.HANDSHAKE_S)
         assert [answer_of(connection) for connection in connections] == [b""] * len(connections)
     until(lambda: channel.refused == len(connections))
     kit.assert_arrived(sealed_sink, *ship(endpoint))
