@@ -6,7 +6,6 @@ without KV, which the next turn computes again from the token ids. It is checked
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -72,17 +71,6 @@ class _Shown:
     pin: bool = False
     created_at_s: float = 0.0
     expires_at_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("last_plan", "compression", "ttl_s", "created_at_s", "expires_at_s"):
-            if not _is_finite(getattr(self, name)):
-                raise ValueError(f"{name} is or has a number that is not finite")
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

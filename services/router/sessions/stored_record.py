@@ -15,11 +15,12 @@ one value; routers of earlier releases write and read no other.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ from kvferry.shared.model.tokenizer import ChatMessage
 FORMAT_VERSION, WHOLE_VERSION = 2, 1
 MAX_RECORD_BYTES = 64 << 20
 _ID_BYTES = 8
+_AnyShown = TypeVar("_AnyShown", SessionRecord, SessionSummary)
 
 
 class _Growing(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +117,7 @@ def sized(record: SessionRecord) -> SessionRecord:
 
 def write_whole(record: SessionRecord) -> WrittenRecord:
     """The record as version 1 has it."""
-    whole = replace(record, parts=())
+    whole = _finite(replace(record, parts=()))
     body = msgspec.Raw(msgspec.msgpack.encode(whole))
     head = msgspec.msgpack.encode(_Stored(version=WHOLE_VERSION, record=body))
     return WrittenRecord(record=whole, after="", num_kept=0, head=head, parts=())
@@ -139,7 +141,7 @@ def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenR
             part, data = _part(record, former, ends)
             parts.append(part)
             encoded.append(data)
-    head = msgspec.msgpack.encode(replace(record, parts=(), **_NOTHING))
+    head = msgspec.msgpack.encode(_finite(replace(record, parts=(), **_NOTHING)))
     last = parts[-1].id if parts else ""
     return WrittenRecord(
         record=replace(record, parts=tuple(parts)),
@@ -162,7 +164,7 @@ def read_record(head: bytes, parts: Sequence[bytes]) -> SessionRecord:
         stored = _STORED.decode(head)
         if stored.version not in (WHOLE_VERSION, FORMAT_VERSION):
             raise _unreadable(f"its format is {stored.version}, not {WHOLE_VERSION} or {FORMAT_VERSION}")
-        record = _RECORD.decode(stored.record)
+        record = _finite(_RECORD.decode(stored.record))
         if stored.version == WHOLE_VERSION:
             return replace(record, parts=())
         read = [_PART.decode(part) for part in parts]
@@ -177,9 +179,23 @@ def read_record(head: bytes, parts: Sequence[bytes]) -> SessionRecord:
 def decode_summary(data: bytes) -> SessionSummary:
     """Raises: StoreUnavailable, reason "format"."""
     try:
-        return _SUMMARY.decode(data)
+        return _finite(_SUMMARY.decode(data))
     except REFUSALS as error:
         raise _unreadable(str(error)) from None
+
+
+def _finite(its: _AnyShown) -> _AnyShown:
+    """Check a record's numbers. Raises: ValueError where one is not finite."""
+    for name in ("last_plan", "compression", "ttl_s", "created_at_s", "expires_at_s"):
+        if not _is_finite(getattr(its, name)):
+            raise ValueError(f"{name} is or has a number that is not finite")
+    return its
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _part(record: SessionRecord, former: RecordPart, ends: tuple[int, ...]) -> tuple[RecordPart, bytes]:

@@ -194,17 +194,20 @@ def test_what_is_not_a_head_and_its_parts_is_refused() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["ttl_s", "created_at_s", "expires_at_s", "last_plan", "compression"])
-def test_numbers_that_are_not_finite_are_in_no_record(name: str, number: float) -> None:
-    marked = replace(RECORD, **{name: {"a": [123.25]} if name in ("last_plan", "compression") else 123.25})
+def test_numbers_that_are_not_finite_are_neither_written_nor_read(name: str, number: float) -> None:
+    marked, damaged = (
+        replace(RECORD, **{name: {"a": [value]} if name in ("last_plan", "compression") else value})
+        for value in (123.25, number)
+    )
+    for write in (lambda: write_whole(damaged), lambda: write_parts(damaged, None)):
+        with pytest.raises(ValueError, match=f"{name} is or has"):
+            write()
     whole, parts = write_whole(marked), write_parts(marked, None)
-    summary = msgspec.msgpack.encode(marked.summary)
-    heads = [msgspec.msgpack.encode(value) for value in (123.25, number)]
-    with pytest.raises(ValueError, match=f"{name} is or has"):
-        replace(RECORD, **{name: {"a": [number]} if name in ("last_plan", "compression") else number})
+    bytes_of = [msgspec.msgpack.encode(value) for value in (123.25, number)]
     for read in (
-        lambda: read_record(whole.head.replace(*heads), ()),
-        lambda: read_record(parts.head.replace(*heads), parts.parts),
-        lambda: decode_summary(summary.replace(*heads)),
+        lambda: read_record(whole.head.replace(*bytes_of), ()),
+        lambda: read_record(parts.head.replace(*bytes_of), parts.parts),
+        lambda: decode_summary(msgspec.msgpack.encode(damaged.summary)),
     ):
         with pytest.raises(StoreUnavailable, match=f"{name} is or has") as refused:
             read()
