@@ -16,7 +16,6 @@ or the whole conversation. The router stores the records.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -165,8 +164,6 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         folder = resolve_model_path(path, weights=False)
-        # Its own threads, as many as processors, take texts in order: a long one keeps short ones waiting.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             with quiet_libraries():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

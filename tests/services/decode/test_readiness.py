@@ -95,12 +95,15 @@ async def test_an_engine_that_stands_still_while_it_waits_for_work_is_not_ready(
     made.service._engine._condition.__class__ = FreezingCondition
     await asyncio.to_thread(stands_still.wait, 60)
     assert made.service.is_ready
-    while made.service.is_ready:
-        clock.turn(heartbeat.STALL_S)
-        await asyncio.sleep(0.02)
-    with pytest.raises(WorkerUnavailable, match="no progress"):
-        await made.tokens(request_of())
-    goes_on.set()
+    try:
+        async with asyncio.timeout(60):
+            while made.service.is_ready:
+                clock.turn(heartbeat.STALL_S)
+                await asyncio.sleep(0.02)
+        with pytest.raises(WorkerUnavailable, match="no progress"):
+            await made.tokens(request_of())
+    finally:
+        goes_on.set()
     assert await made.arena_is_free()
     await eventually(lambda: made.service.is_ready)
     assert len(await made.tokens(request_of())) == 8

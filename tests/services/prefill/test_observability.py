@@ -144,23 +144,25 @@ async def test_an_engine_that_stands_still_while_it_waits_for_work_gives_up_what
     harness: Harness, prefill_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.services.prefill.service._SWEEP_INTERVAL_S", 0.05)
-    await harness.run(harness.request(make_prompt(20)))
-    engine = harness.service._engine
-    goes_on = threading.Event()
-    monkeypatch.setattr(FreezingCondition, "goes_on", goes_on)
+    engine, goes_on = harness.service._engine, threading.Event()
     engine._condition.__class__ = FreezingCondition
+    await harness.run(harness.request(make_prompt(20)))
     await eventually(lambda: engine.heartbeat.waits)
+    monkeypatch.setattr(FreezingCondition, "goes_on", goes_on)
     for _ in range(3):
         prefill_clock.turn(heartbeat.STALL_S)
         await asyncio.sleep(0.1)
         assert not harness.service._is_wedged, "nothing waits for it"
     running = asyncio.create_task(harness.run(harness.request(make_prompt(30))))
-    while not running.done():
-        prefill_clock.turn(heartbeat.STALL_S)
-        await asyncio.sleep(0.05)
-    with pytest.raises(WorkerUnavailable, match="no progress"):
-        await running
-    goes_on.set()
+    try:
+        async with asyncio.timeout(60):
+            while not running.done():
+                prefill_clock.turn(heartbeat.STALL_S)
+                await asyncio.sleep(0.05)
+        with pytest.raises(WorkerUnavailable, match="no progress"):
+            await running
+    finally:
+        goes_on.set()
     await eventually(lambda: not harness.service._is_wedged)
     await harness.run(harness.request(make_prompt(20)))
 

@@ -214,6 +214,7 @@ async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
     assert threading.get_ident() not in set().union(*threads.values()), threads
 
 
+<<<<<<< HEAD
 async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalizer_makes(
     start_stack: Any,
 ) -> None:
@@ -246,6 +247,8 @@ def test_a_short_text_does_not_wait_for_long_ones(tokenizer: ChatTokenizer) -> N
         thread.join()
 
 
+=======
+>>>>>>> 904095d5 (tokenizer: a single text does not use the tokenizer's own threads; nothing to set)
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
     text = "the old sailor painted the quiet bridge . " * 50_000
     num_runs, stop = 0, threading.Event()
