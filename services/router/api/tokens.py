@@ -95,7 +95,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        token_ids = partial(services.prompts.encode, body.prompt, model, add_special=add_special)
+        token_ids = partial(services.prompts.encode, body.prompt, add_special=add_special)
     else:
         raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
 

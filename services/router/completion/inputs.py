@@ -185,9 +185,9 @@ class PromptBuilder:
         parallel = not isinstance(request.tool_choice, NamedTool) and request.parallel_tool_calls is not False
         return calls_grammar(self._tokenizer, tools, parallel=parallel, or_text=or_text)
 
-    def encode(self, text: str, model: ModelSpec, *, add_special: bool) -> list[int]:
-        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode; ContextLengthExceeded."""
-        return self._tokenizer.encode(text, add_special=add_special, max_model_len=model.max_model_len)
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
+        return self._tokenizer.encode(text, add_special=add_special)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""
@@ -274,12 +274,15 @@ class PromptBuilder:
         model: ModelSpec,
         work: BodyWork,
         preamble: Preamble | None = None,
+        *,
+        is_counted: bool = False,
     ) -> Prompt:
         """The prompt of a request.
 
         Args:
             record: the session's, None where it has no turns yet or there is no session.
             preamble: the documents that the request names; None leaves the session's.
+            is_counted: a chat's tokens are only counted, so they may be too many for the context.
 
         Raises: InvalidRequest with `param`; ContextLengthExceeded where the text alone says that it cannot
             fit. `sampling_params` looks at the tokens.
@@ -294,7 +297,8 @@ class PromptBuilder:
                 )
             record = None
         if isinstance(request, ChatRequest):
-            return await work.run(lambda: self._chat(request, record, mode, model, preamble))
+            most = None if is_counted else model.max_model_len
+            return await work.run(lambda: self._chat(request, record, mode, most, preamble))
         return await work.run(lambda: self._text(request, record, mode, model))
 
     async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
@@ -325,7 +329,7 @@ class PromptBuilder:
         request: ChatRequest,
         record: SessionRecord | None,
         mode: str,
-        model: ModelSpec,
+        max_model_len: int | None,
         preamble: Preamble | None,
     ) -> Prompt:
         given = tuple([self._recorded(message, index) for index, message in enumerate(request.messages)])
@@ -364,7 +368,7 @@ class PromptBuilder:
                 continues=continues,
                 recorded=recorded,
                 inputs=inputs,
-                max_model_len=model.max_model_len,
+                max_model_len=max_model_len,
             )
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None

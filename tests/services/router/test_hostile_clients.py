@@ -214,7 +214,6 @@ async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
     assert threading.get_ident() not in set().union(*threads.values()), threads
 
 
-<<<<<<< HEAD
 async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalizer_makes(
     start_stack: Any,
 ) -> None:
@@ -235,20 +234,6 @@ async def test_texts_cannot_have_markers_that_a_template_composes_or_a_normalize
         assert ids == [backend.token_to_id(marker) for marker in markers], text
 
 
-def test_a_short_text_does_not_wait_for_long_ones(tokenizer: ChatTokenizer) -> None:
-    long = [
-        threading.Thread(target=tokenizer.encode, args=("the red castle . " * 100_000,)) for _ in range(6)
-    ]
-    for thread in long:
-        thread.start()
-    tokenizer.encode("the red castle .")
-    assert any(thread.is_alive() for thread in long)
-    for thread in long:
-        thread.join()
-
-
-=======
->>>>>>> 904095d5 (tokenizer: a single text does not use the tokenizer's own threads; nothing to set)
 def test_tokenizing_lets_other_threads_run(tokenizer: ChatTokenizer) -> None:
     text = "the old sailor painted the quiet bridge . " * 50_000
     num_runs, stop = 0, threading.Event()
@@ -280,11 +265,8 @@ TOO_LONG = [
     ),
     ("/v1/completions", {"prompt": LONG}, "prompt"),
     ("/v1/completions", {"prompt": ["a", LONG]}, "prompt"),
-    ("/v1/responses", {"input": LONG}, "messages"),
+    ("/v1/responses", {"input": LONG}, "input"),
     ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": LONG}]}, None),
-    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, None),
-    ("/tokenize", {"prompt": LONG}, "prompt"),
-    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ("/v1/documents", {"text": LONG}, "text"),
 ]
 
@@ -315,6 +297,21 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     if "messages" not in path:
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert not any(len(text) > 10_000 for text in tokenized)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "counted"),
+    [
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, "input_tokens"),
+        ("/tokenize", {"prompt": LONG}, "count"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "count"),
+    ],
+)
+async def test_tokens_that_are_only_counted_may_be_too_many_for_the_context(
+    stack: Any, path: str, fields: dict[str, Any], counted: str
+) -> None:
+    response = await stack.http.post(path, json={"model": "demo", **fields})
+    assert response.json()[counted] > 512, response.text
 
 
 async def test_long_texts_of_one_key_keep_no_other_key_waiting(
