@@ -1,8 +1,9 @@
 """The handshake and the ciphers of sealed connections: Noise_KK_25519_AESGCM_SHA256.
 
 Place in the request's path: under `sealed.py`, once a connection. Both ends know the other's public key
-beforehand, so the first message of one without the right key is refused before anything is answered. Each
-connection has keys of its own, which the long-lived keys do not give away later.
+beforehand, so a first message that no owner of the right key has made is refused before anything is answered.
+One that is a recording is not: what comes after it must open. Each connection has keys of its own, which the
+long-lived keys do not give away later.
 
 Noise Protocol Framework, revision 34 (https://noiseprotocol.org/noise.html): the pattern KK, whose names are
 used here.

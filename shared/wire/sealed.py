@@ -1,8 +1,8 @@
 """The channels between machines with keys: sealed TCP connections, also over ipc:// endpoints.
 
 Place in the request's path: between machines, under `shared_memory.py`, which processes of one machine use.
-Both ends prove that they have their role's key before the first message, and everything is encrypted. Without
-keys `zmq.py` is in its place.
+Both ends prove that they have their role's key before anything is believed, and everything is encrypted.
+Without keys `zmq.py` is in its place.
 """
 
 from __future__ import annotations
