@@ -96,9 +96,13 @@ def main() -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = int(usage.ru_utime + usage.ru_stime) + CPU_S
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
-        thread = threading.Thread(target=lambda tried: _write(_try(tokens, *tried)), args=(request,))
+        answers: list[str | None] = []
+        thread = threading.Thread(
+            target=lambda tried, to: to.append(_try(tokens, *tried)), args=(request, answers)
+        )
         thread.start()
         thread.join()
+        _write(answers.pop())  # without one it ends, too
 
 
 if __name__ == "__main__":

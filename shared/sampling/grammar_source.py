@@ -51,7 +51,9 @@ def compiled(tokens: Any, kind: str, text: str) -> LLMatcher:
         matcher = LLMatcher(tokens, _source(kind, text), log_level=0, limits=limits)
     except RecursionError:
         raise InvalidRequest("it is nested too deeply") from None
-    except ValueError as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of any kind, where EBNF is converted
         raise InvalidRequest(str(error)) from None
     if matcher.is_error():
         raise InvalidRequest(first_line(matcher))

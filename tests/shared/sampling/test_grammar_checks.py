@@ -106,6 +106,22 @@ async def test_a_hostile_grammar_is_refused_in_words_and_the_next_is_not(
     await checks.check(small(1), "a")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("((a ::= ", "Expected name"),
+        ('a ::= "b"', "No 'root' rule"),
+        ("root ::= -[>root ::=  \\", "out of range"),
+    ],
+)
+async def test_what_is_wrong_with_ebnf_is_said_at_once(
+    checks: GrammarChecks, text: str, message: str
+) -> None:
+    """Its converter raises errors of any kind."""
+    with pytest.raises(InvalidRequest, match=message):
+        await checks.check(Grammar(kind="grammar", text=text), "a")
+
+
 async def test_what_is_known_is_not_tried_again(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
