@@ -732,12 +732,15 @@ class _Spellings(NamedTuple):
                     break
                 pieces.append(text[done : match.end()])
                 done = match.end()
-        return marker.join(part for piece in [*pieces, text[done:]] for part in self._cut(piece))
+        pieces.append(text[done:])
+        if self.normalized is not None:
+            pieces = [part for piece in pieces for part in self._cut(piece)]
+        return marker.join(pieces)
 
     def _cut(self, text: str) -> list[str]:
         """The text in pieces that are no spelling when they are normalized."""
         finder = self.normalized
-        if finder is None or (text.isascii() and type(finder.normalizer).__name__ in _LEAVE_ASCII):
+        if text.isascii() and type(finder.normalizer).__name__ in _LEAVE_ASCII:
             return [text]
         # Offsets take several times as long, and hardly any text has spellings.
         if not any(finder.encode_batch_fast([text])[0].ids):

@@ -63,7 +63,9 @@ async def count_tokens(request: Request, services: Shared, body: CountTokensRequ
     translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds
     model = named_model(services, body.model)
     try:
-        prompt = await first_prompt(services, request.state.work, translation.chat, model)
+        prompt = await first_prompt(
+            services, request.state.owner, request.state.work, translation.chat, model
+        )
     except InvalidRequest as error:
         raise translation.names.told(error) from None
     return {"input_tokens": len(prompt.token_ids)}

@@ -91,7 +91,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
     if body.messages is not None:
         given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
         chat = validated({"model": model.name, **given})
-        prompt = await first_prompt(services, request.state.work, chat, model)
+        prompt = await first_prompt(services, request.state.owner, request.state.work, chat, model)
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
         add_special = body.add_special_tokens is not False
@@ -107,7 +107,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         return msgspec.json.encode(tokens)
 
     # In a thread with all that is made of them: a text of megabytes has millions of tokens.
-    return Response(await request.state.work.run(answer), media_type="application/json")
+    return Response(await request.state.work(answer), media_type="application/json")
 
 
 @router.post("/detokenize", summary="The text of token ids")

@@ -176,7 +176,7 @@ class Completion:
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
             begun = prompt.record(self.model, (), ChatMessage("assistant", ""))
-            begun = begun.with_responses(record.responses if record is not None else ())
+            begun = replace(begun, responses=record.responses if record is not None else ())
             await services.sessions.check_quota(lease, services.config, begun)
         compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None

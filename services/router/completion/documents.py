@@ -113,11 +113,13 @@ async def named(services: Services, owner: str, document_ids: Sequence[str]) -> 
     )
 
 
-async def first_prompt(services: Services, work: BodyWork, request: ChatRequest, model: ModelSpec) -> Prompt:
+async def first_prompt(
+    services: Services, owner: str, work: BodyWork, request: ChatRequest, model: ModelSpec
+) -> Prompt:
     """The prompt of a chat without a session, whose tokens are counted.
 
     Raises: InvalidRequest with `param`.
     """
-    named_ones = await named(services, work.owner, request.document_ids) if request.document_ids else None
+    named_ones = await named(services, owner, request.document_ids) if request.document_ids else None
     preamble = named_ones.preamble if named_ones is not None else None
     return await services.prompts.build(request, None, model, work, preamble, is_counted=True)

@@ -298,8 +298,8 @@ class PromptBuilder:
             record = None
         if isinstance(request, ChatRequest):
             most = None if is_counted else model.max_model_len
-            return await work.run(lambda: self._chat(request, record, mode, most, preamble))
-        return await work.run(lambda: self._text(request, record, mode, model))
+            return await work(lambda: self._chat(request, record, mode, most, preamble))
+        return await work(lambda: self._text(request, record, mode, model))
 
     async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
         """The tokens that every conversation with this document begins with.
@@ -318,7 +318,7 @@ class PromptBuilder:
             return one[: common_prefix(one, other)]
 
         try:
-            return await work.run(common)
+            return await work(common)
         except ContextLengthExceeded as error:
             raise ContextLengthExceeded(error.message, param="text") from None
         except InvalidRequest as error:

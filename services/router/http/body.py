@@ -6,13 +6,14 @@ Routes are FastAPI's; `errors.py` words what their fields' types refuse.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -67,16 +68,17 @@ class Authenticator:
         key = key.strip() if scheme.lower() == "bearer" else ""
         if not scheme:
             key = headers.get("x-api-key", "").strip()
-        if not key and not self.is_open(scope):
-            message = "No API key was given; send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
-            raise AuthenticationFailed(message, reason="no_key")
-        self.check(digest := _digest(key), scope)
-        return digest
+        if not self.is_open(scope):
+            if not key:
+                message = "No API key was given; send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
+                raise AuthenticationFailed(message, reason="no_key")
+            self.check(_digest(key), scope)
+        return _digest(key)
 
     def check(self, owner: str, scope: Scope = "chat") -> None:
         """Check a caller, who may have been one before the key file changed. Raises: as `owner`."""
         # Every key is compared, in constant time, so that timing reveals nothing about any of them.
-        if self.is_open(scope) or any([hmac.compare_digest(owner, known) for known in self._digests]):
+        if any([hmac.compare_digest(owner, known) for known in self._digests]):
             return
         entry = self._file.find(owner) if self._file is not None else None
         if entry is None:
@@ -110,11 +112,13 @@ class KeyedRoute(APIRoute):
             if request.method == "POST":
                 body = await request.body()
                 services = request.app.state.services
-                work = BodyWork(large=services.large, owner=request.state.owner, size_bytes=len(body))
+                is_small, work = len(body) <= SMALL_BYTES, cast(BodyWork, asyncio.to_thread)
+                if not is_small:
+                    work = partial(services.large.run, request.state.owner, len(body))
                 request.state.work = work
                 read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
                 # The event loop would stand still while it reads a large one.
-                fields, unknown = read() if len(body) <= SMALL_BYTES else await work.run(read)
+                fields, unknown = read() if is_small else await work(read)
                 if unknown and services.config.strict_fields:
                     raise InvalidRequest(
                         f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD

@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvferry.shared.turns import Turns
 
@@ -30,6 +29,15 @@ _IDLE_S = 1.0
 """After the last large text; by then its request has been answered."""
 
 T = TypeVar("T")
+
+
+class BodyWork(Protocol):
+    """Runs what is to be done with one request's body in a thread: `asyncio.to_thread` for a small one, else
+    `LargeWork.run` with what is known of it."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """What `work` returns or raises."""
+        ...
 
 
 class LargeWork:
@@ -67,21 +75,6 @@ class LargeWork:
                 self._trimming.cancel()
             loop = asyncio.get_running_loop()
             self._trimming = loop.call_later(_IDLE_S, self._threads.submit, _trim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BodyWork:
-    """The work of one request, whose body has so many bytes."""
-
-    large: LargeWork
-    owner: str
-    size_bytes: int
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, in a thread."""
-        if self.size_bytes <= SMALL_BYTES:
-            return await asyncio.to_thread(work)
-        return await self.large.run(self.owner, self.size_bytes, work)
 
 
 def _trim() -> None:

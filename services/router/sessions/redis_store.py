@@ -35,8 +35,7 @@ import structlog
 
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.redis_records import DELETED, RedisRecords, Stored
-from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found
-from kvferry.services.router.sessions.stored_record import sized
+from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found, sized
 from kvferry.shared.control.messages import (
     PendingInfo,
     PendingTurn,

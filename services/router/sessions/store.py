@@ -8,13 +8,16 @@ session can have. Does not call workers.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
+
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
-from kvferry.services.router.sessions.stored_record import sized
+from kvferry.services.router.sessions.stored_record import MAX_RECORD_BYTES
 from kvferry.shared.control.messages import SessionBase, SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -189,13 +192,19 @@ class SessionStore:
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
         """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
-        found = [record for key, record in self._owned(owner, documents) if key != excluding]
-        first_s = min((record.expires_at_s for record in found), default=self._clock())
+        num_records = num_tokens = size_bytes = 0
+        first_s = math.inf
+        for key, record in self._owned(owner, documents):
+            if key != excluding:
+                num_records += 1
+                num_tokens += len(record.token_ids)
+                size_bytes += record.size_bytes
+                first_s = min(first_s, record.expires_at_s)
         return KeyUsage(
-            num_records=len(found),
-            num_tokens=sum(len(record.token_ids) for record in found),
-            size_bytes=sum(record.size_bytes for record in found),
-            first_expires_in_s=first_s - self._clock(),
+            num_records=num_records,
+            num_tokens=num_tokens,
+            size_bytes=size_bytes,
+            first_expires_in_s=first_s - self._clock() if num_records else 0.0,
         )
 
     async def check_quota(self, lease: SessionLease, config: RouterConfig, record: SessionRecord) -> None:
@@ -315,6 +324,18 @@ class SessionStore:
 
     def _is_expired(self, entry: _Entry) -> bool:
         return entry.users == 0 and entry.record is not None and entry.record.expires_at_s <= self._clock()
+
+
+def sized(record: SessionRecord) -> SessionRecord:
+    """Return the record with its `size_bytes`. Raises: InvalidRequest where it is too long to be stored."""
+    size_bytes = len(msgspec.msgpack.encode(record))
+    if size_bytes > MAX_RECORD_BYTES:
+        raise InvalidRequest(
+            f"This would be stored with {size_bytes} bytes; one conversation or document may have "
+            f"{MAX_RECORD_BYTES}",
+            reason="record_too_long",
+        )
+    return replace(record, size_bytes=size_bytes)
 
 
 def not_found(key: SessionKey) -> KvferryError:

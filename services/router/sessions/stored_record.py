@@ -31,7 +31,7 @@ from kvferry.services.router.sessions.record import (
     SessionSummary,
     StoredResponse,
 )
-from kvferry.shared.errors import InvalidRequest, StoreUnavailable
+from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.tokenizer import ChatMessage
 
@@ -101,18 +101,6 @@ class WrittenRecord:
     def last(self) -> str:
         """The id of the record's last part; empty where it has none."""
         return self.record.parts[-1].id if self.record.parts else ""
-
-
-def sized(record: SessionRecord) -> SessionRecord:
-    """Return the record with its `size_bytes`. Raises: InvalidRequest where it is too long to be stored."""
-    size_bytes = len(msgspec.msgpack.encode(record))
-    if size_bytes > MAX_RECORD_BYTES:
-        raise InvalidRequest(
-            f"This would be stored with {size_bytes} bytes; one conversation or document may have "
-            f"{MAX_RECORD_BYTES}",
-            reason="record_too_long",
-        )
-    return replace(record, size_bytes=size_bytes)
 
 
 def write_whole(record: SessionRecord) -> WrittenRecord:
