@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import subprocess
 import sys
@@ -168,6 +169,8 @@ class Simulation:
             room=room,
             key=TransferKey(transfer_id=int(request.request_id), generation=allocation.generation),
             allocation=allocation,
+            router="",
+            lease_until_s=math.inf,
             events=EventStream(),
             sampler=SequenceSampler(request.sampling, (1,), SPEC.vocab_size),
             assembler=None,

@@ -378,7 +378,7 @@ def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
     keys, values = rows.keys, rows.values
     first = [(keys.data_ptr() - start) // size, (values.data_ptr() - start) // size, rows.length + 1]
     first += [(its.data_ptr() - start) // size for its in others]
-    return first, [keys.stride(0), values.stride(0), 0, *(its.stride(0) for its in others)]
+    return first, [keys.stride(0), values.stride(0), 0, *[other.stride(0) for other in others]]
 
 
 def attend_in_c(

@@ -250,7 +250,9 @@ class ChatTokenizer:
 
     def _check_length(self, pieces: Sequence[str], max_model_len: int | None, param: str) -> None:
         """Raises: ContextLengthExceeded: a context of `max_model_len` cannot hold these and a token more."""
-        if max_model_len is not None and (least := sum(map(self.least_tokens, pieces))) >= max_model_len:
+        if max_model_len is None or self._longest is None:
+            return
+        if (least := sum(map(self.least_tokens, pieces))) >= max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has {least} tokens or more; the context of {max_model_len} tokens must hold it "
                 "and at least one more",
@@ -733,15 +735,14 @@ class _Spellings(NamedTuple):
                 pieces.append(text[done : match.end()])
                 done = match.end()
         pieces.append(text[done:])
-        if self.normalized is not None:
+        finder = self.normalized
+        if finder and not (text.isascii() and type(finder.normalizer).__name__ in _LEAVE_ASCII):
             pieces = [part for piece in pieces for part in self._cut(piece)]
         return marker.join(pieces)
 
     def _cut(self, text: str) -> list[str]:
         """The text in pieces that are no spelling when they are normalized."""
         finder = self.normalized
-        if text.isascii() and type(finder.normalizer).__name__ in _LEAVE_ASCII:
-            return [text]
         # Offsets take several times as long, and hardly any text has spellings.
         if not any(finder.encode_batch_fast([text])[0].ids):
             return [text]

@@ -53,19 +53,21 @@ class Flavour:
     @classmethod
     def of(cls, batch: Sequence[SamplingParams]) -> Flavour:
         drawn = [params for params in batch if params.temperature != 0.0]
-        most = max((params.top_k for params in drawn), default=0)
-        nuclei = any(params.top_k == 0 and params.top_p < 1.0 for params in drawn)
+        most = max([params.top_k for params in drawn], default=0)
+        nuclei = any([params.top_k == 0 and params.top_p < 1.0 for params in drawn])
         return cls(
             draws=bool(drawn),
             truncates=bool(most) or nuclei,
             most=max(_LEAST_MOST, 1 << (most - 1).bit_length()) if most else 0,
             nuclei=nuclei,
             penalises=any(
-                params.logit_bias
-                or params.repetition_penalty != 1.0
-                or params.presence_penalty != 0.0
-                or params.frequency_penalty != 0.0
-                for params in batch
+                [
+                    params.logit_bias
+                    or params.repetition_penalty != 1.0
+                    or params.presence_penalty != 0.0
+                    or params.frequency_penalty != 0.0
+                    for params in batch
+                ]
             ),
         )
 

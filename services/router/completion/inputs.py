@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -298,8 +299,8 @@ class PromptBuilder:
             record = None
         if isinstance(request, ChatRequest):
             most = None if is_counted else model.max_model_len
-            return await work(lambda: self._chat(request, record, mode, most, preamble))
-        return await work(lambda: self._text(request, record, mode, model))
+            return await work(partial(self._chat, request, record, mode, most, preamble))
+        return await work(partial(self._text, request, record, mode, model))
 
     async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
         """The tokens that every conversation with this document begins with.

@@ -313,13 +313,14 @@ class SessionStore:
         }
 
     def _owned(self, owner: str, documents: bool) -> list[tuple[SessionKey, SessionRecord]]:
+        now_s = self._clock()
         return [
             (key, entry.record)
             for key, entry in self._entries.items()
             if key.owner == owner
-            and is_document(key) == documents
+            and key.session_id.startswith(DOCUMENT_PREFIX) == documents
             and entry.record is not None
-            and not self._is_expired(entry)
+            and (entry.users or entry.record.expires_at_s > now_s)
         ]
 
     def _is_expired(self, entry: _Entry) -> bool:
