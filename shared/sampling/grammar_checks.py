@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -167,17 +168,20 @@ class _Child:
         except TimeoutError:
             raise InvalidRequest(f"it did not compile within {CHECK_S:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            await self.end()
+            if await self.end() in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it otherwise
+                raise Overloaded("The process that compiles grammars was killed", retry_after_s=1.0) from None
             return "it takes too much time, memory or depth to compile"
 
-    async def end(self) -> None:
-        """Kill the process, if it runs."""
+    async def end(self) -> int:
+        """Kill the process, if it runs. Returns how it ended, as `Process.returncode` says."""
         if self._process is None:
-            return
-        process, self._process = self._process, None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            return 0
+        process = self._process
+        if self.is_running:  # asyncio would not learn how one ended that it kills after its end
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        self._process = None
+        return await process.wait()
 
     async def _answer_to(self, message: bytes) -> str | None:
         assert self._process is not None, "it was started"

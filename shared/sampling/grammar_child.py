@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import resource
 import struct
@@ -17,6 +18,8 @@ import threading
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
+NICE = 10
+"""How much it yields to requests that have no grammar to try."""
 CPU_S = 5
 """Of one grammar."""
 MEMORY_BYTES = 512 << 20
@@ -87,6 +90,7 @@ def main() -> None:
         _write(f"the model's tokenizer has no structured output: {error}")
         return
     _write(None)
+    os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # not every system says what is used, or bounds it
         most = _used_bytes() + MEMORY_BYTES

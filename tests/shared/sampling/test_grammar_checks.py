@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvtest.text_models import byte_level_tokenizer
+from kvtest.waiting import eventually
 from transformers import PreTrainedTokenizerFast
 
 from kvferry.models import DEMO_MODEL
@@ -221,8 +223,19 @@ async def test_a_process_that_ends_is_started_anew(checks: GrammarChecks) -> Non
     await checks.check(small(1))
     (child,) = children()
     os.kill(child, 9)
-    while child in children():
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not checks._idle[0].is_running)
+    await checks.check(small(2))
+
+
+async def test_a_grammar_is_not_blamed_for_a_process_that_others_kill(checks: GrammarChecks) -> None:
+    await checks.check(small(1))
+    (child,) = children()
+    os.kill(child, signal.SIGSTOP)
+    checking = asyncio.create_task(checks.check(small(2)))
+    await eventually(lambda: not checks._idle)
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(Overloaded, match="was killed"):
+        await checking
     await checks.check(small(2))
 
 
