@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +71,8 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 # A body over the limit is read on for a while, so that the client has sent it and reads the answer rather
 # than a reset connection.
 _DRAIN_BYTES = 64 << 20
+MAX_HELD_BYTES = 256 << 20
+"""Of the bodies of one caller's running requests together."""
 
 
 class PlainRequestMiddleware:
@@ -234,7 +236,8 @@ class LimitsMiddleware:
         check_host: raises where the request's host is not this server's.
 
     Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
-        where the client left; CapacityExceeded where a queue has just refused the caller.
+        where the client left; CapacityExceeded where a queue has just refused the caller, or its running
+        requests have too many bytes.
     """
 
     def __init__(
@@ -255,6 +258,8 @@ class LimitsMiddleware:
         self._owner = owner
         self._limits = limits
         self._refusals = RecentRefusals()
+        self._held_bytes: Counter[str] = Counter()
+        """Of each caller's bodies, from their first byte to the end of the answer."""
         self._max_header_bytes = max_header_bytes
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
@@ -280,17 +285,24 @@ class LimitsMiddleware:
             await self._handle(scope, headers, receive, send)
 
     async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        state, owner = scope["state"], scope["state"]["owner"]
+        state["held_bytes"] = 0
         try:
-            async with asyncio.timeout(self._read_timeout_s):
-                body = await self._read_body(headers, receive)
-        except TimeoutError:
-            raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
-        if self._limits is not None and body:
-            await self._limits.count_bytes(scope["state"]["owner"], len(body))
-        receive = _with_body(body, receive)
-        del body  # else it would stay until the answer has ended
-        with self._refusals.around(scope["state"]["owner"], scope["path"]):
-            await self._app(scope, receive, send)
+            try:
+                async with asyncio.timeout(self._read_timeout_s):
+                    body = await self._read_body(headers, receive, state)
+            except TimeoutError:
+                raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
+            if self._limits is not None and body:
+                await self._limits.count_bytes(owner, len(body))
+            receive = _with_body(body, receive)
+            del body  # else it would stay until the answer has ended
+            with self._refusals.around(owner, scope["path"]):
+                await self._app(scope, receive, send)
+        finally:
+            self._held_bytes[owner] -= state["held_bytes"]
+            if not self._held_bytes[owner]:
+                del self._held_bytes[owner]
 
     def _check_head(self, scope: Scope) -> None:
         size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
@@ -301,7 +313,8 @@ class LimitsMiddleware:
                 f"The request's head has {size_bytes} bytes; at most {self._max_header_bytes} are allowed"
             )
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> bytes:
+        owner = state["owner"]
         declared_bytes = _content_length(headers)
         if declared_bytes > self._max_body_bytes and headers.get("expect", "").lower() == "100-continue":
             raise self._too_large(declared_bytes)
@@ -315,6 +328,14 @@ class LimitsMiddleware:
             size_bytes += len(chunk)
             if size_bytes <= self._max_body_bytes:
                 chunks.append(chunk)
+                state["held_bytes"] += len(chunk)
+                self._held_bytes[owner] += len(chunk)
+                if self._held_bytes[owner] > MAX_HELD_BYTES:
+                    raise CapacityExceeded(
+                        f"The bodies of this key's running requests have more than {MAX_HELD_BYTES} bytes",
+                        reason="held_bytes",
+                        retry_after_s=1.0,
+                    )
             else:
                 chunks.clear()
             if not message.get("more_body", False) or size_bytes > self._max_body_bytes + _DRAIN_BYTES:

@@ -8,7 +8,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from kvferry.services.router.completion.inputs import PromptBuilder
 from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http import body as body_module
-from kvferry.services.router.http import large_work
+from kvferry.services.router.http import large_work, middleware
 from kvferry.services.router.http import server as server_module
 from kvferry.services.router.http.body import MAX_VALUES, check_size
 from kvferry.shared.certs import tls_name
@@ -297,6 +297,35 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     if "messages" not in path:
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert not any(len(text) > 10_000 for text in tokenized)
+
+
+async def test_the_bodies_of_one_key_that_are_held_are_bounded(
+    start_stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those that never end; another key is not refused. Bytes are free again once a client left."""
+    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 3 << 20)
+    stack = await start_stack()
+    path, keys = "/v1/chat/completions", [{"authorization": f"Bearer {name}"} for name in "ab"]
+    goes_on = asyncio.Event()
+
+    async def unending() -> AsyncIterator[bytes]:
+        yield b" " * (1 << 20)
+        await goes_on.wait()
+
+    held = [asyncio.create_task(stack.http.post(path, content=unending(), headers=keys[0])) for _ in range(3)]
+    large = b" " * 1_100_000 + json.dumps(BODY).encode()
+
+    async def status(key: dict[str, str]) -> int:
+        answer = await stack.http.post(path, content=large, headers=key)
+        return int(answer.status_code)
+
+    while await status(keys[0]) != 429:
+        await asyncio.sleep(0.01)
+    assert await status(keys[1]) == 200
+    for task in held:
+        task.cancel()
+    while await status(keys[0]) != 200:
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
