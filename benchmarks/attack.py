@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import multiprocessing
 import random
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "small", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
 
 
+LONG_TEXT = json.dumps(chat("long text " * (BIG // 10))).encode()
+
+
 class Caller:
     """Requests of one key, and what became of them."""
 
@@ -98,13 +102,12 @@ class Caller:
                 str(answer.status_code) if has_begun else f"{answer.status_code} without a token"
             ] += 1
 
-    async def send(
-        self, kind: str, body: Any, *, path: str = CHAT, leaves_s: float = 120.0, **options: Any
-    ) -> None:
+    async def send(self, kind: str, body: Any, *, path: str = CHAT, leaves_s: float = 120.0) -> None:
         """Any request; one that takes longer than `leaves_s` is left."""
         try:
             async with asyncio.timeout(leaves_s):
-                answer = await self._client.post(path, json=body, headers=self.headers, **options)
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = await self._client.post(path, content=content, headers=self.headers)
             code = "" if answer.status_code == 200 else f" {answer.json()['error']['code']}"
             self.answers[f"{kind}: {answer.status_code}{code}"] += 1
         except TimeoutError:
@@ -141,7 +144,7 @@ class Attacker(Caller):
         self.answers["keyless_body: closed"] += 1
 
     async def long_text(self, number: int) -> None:
-        await self.send("long_text", chat("long text " * (BIG // 10)))
+        await self.send("long_text", LONG_TEXT)
 
     async def crowd(self, number: int) -> None:
         await self.limited.send("crowd", chat(self.text(POLITE_WORDS)))
@@ -159,59 +162,73 @@ class Attacker(Caller):
         await self.send("busy", chat(self.text(3000)), leaves_s=2.0)
 
 
+def other_key(base_url: str, keys: list[str], options: argparse.Namespace, attacks: bool) -> dict[str, int]:
+    """Send bursts at random times, the same ones whatever they are; returns the answers. In a process of its
+    own, so that what an attack costs the attacker does not keep the polite key's client waiting."""
+
+    async def send() -> Counter[str]:
+        async with open_client(base_url) as client:
+            caller = Attacker(client, keys[1], keys[2], 20) if attacks else Caller(client, keys[1], 10)
+            rng = random.Random(1)
+            kinds = [kind for kind in BURSTS for _ in range(10)]
+            rng.shuffle(kinds)
+            ends_s = time.monotonic() + options.seconds
+            async with asyncio.TaskGroup() as group:
+                for kind in itertools.cycle(kinds):
+                    await asyncio.sleep(rng.expovariate(options.bursts_per_minute / 60))
+                    if time.monotonic() > ends_s:
+                        break
+                    for number in range(BURSTS[kind]):
+                        group.create_task(
+                            getattr(caller, kind)(number) if isinstance(caller, Attacker) else caller.ask()
+                        )
+            return caller.answers + caller.limited.answers if isinstance(caller, Attacker) else caller.answers
+
+    return dict(sorted(asyncio.run(send()).items()))
+
+
 async def beside(
-    polite: Caller, burst: Callable[[str, int], Awaitable[None]], options: argparse.Namespace
-) -> None:
-    """Bursts at random times, the same ones whatever they are, and the polite key's requests."""
-    rng = random.Random(1)
-    kinds = [kind for kind in BURSTS for _ in range(10)]
-    rng.shuffle(kinds)
-    ends_s = time.monotonic() + options.seconds
+    stack: Stack, keys: list[str], options: argparse.Namespace, seed: int, *, attacks: bool
+) -> tuple[Caller, dict[str, int]]:
+    """The polite key's requests beside the other's; returns them and the other's answers."""
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        async with open_client(stack.base_url) as client:
+            await loop.run_in_executor(process, time.sleep, 0)  # until it has started
+            other = loop.run_in_executor(process, other_key, stack.base_url, keys, options, attacks)
+            polite, ends_s = Caller(client, keys[0], seed), time.monotonic() + options.seconds
+            async with asyncio.TaskGroup() as group:
+                while time.monotonic() < ends_s:
+                    group.create_task(polite.ask())
+                    await asyncio.sleep(POLITE_INTERVAL_S)
+            return polite, await other
 
-    async def attack() -> None:
-        async with asyncio.TaskGroup() as group:
-            for kind in itertools.cycle(kinds):
-                await asyncio.sleep(rng.expovariate(options.bursts_per_minute / 60))
-                if time.monotonic() > ends_s:
-                    return
-                for number in range(BURSTS[kind]):
-                    group.create_task(burst(kind, number))
 
-    async def ask() -> None:
-        async with asyncio.TaskGroup() as group:
-            while time.monotonic() < ends_s:
-                group.create_task(polite.ask())
-                await asyncio.sleep(POLITE_INTERVAL_S)
-
-    await asyncio.gather(attack(), ask())
+def open_client(base_url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits, trust_env=False)
 
 
 async def measure(stack: Stack, keys: list[str], options: argparse.Namespace) -> dict[str, Any]:
     pids = {role: int(stack.addresses[f"{role}_pid"]) for role in ("router", "prefill", "decode")}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(
-        base_url=stack.base_url, timeout=120, limits=limits, trust_env=False
-    ) as client:
+    async with open_client(stack.base_url) as client:
         for number in range(10):
             await Caller(client, keys[0], 80 + number).ask()
-        polite = {name: Caller(client, keys[0], 1 + n) for n, name in enumerate(("honest", "attack"))}
-        other = Caller(client, keys[1], 10)
-        honest_begin_mib = resident_mib(pids["router"])
-        await beside(polite["honest"], lambda kind, number: other.ask(), options)
-        begin_mib = resident_mib(pids["router"])
-        attacker = Attacker(client, keys[1], keys[2], 20)
-        await beside(polite["attack"], lambda kind, number: getattr(attacker, kind)(number), options)
+    at_first_mib = resident_mib(pids["router"])
+    honest, honest_answers = await beside(stack, keys, options, 1, attacks=False)
+    before_mib = resident_mib(pids["router"])
+    attacked, attack_answers = await beside(stack, keys, options, 2, attacks=True)
     ready = json.loads(stack.ready_path.read_text())
-    quantiles = {name: _quantiles(its.first_s) for name, its in polite.items()}
+    quantiles = {"honest": _quantiles(honest.first_s), "attack": _quantiles(attacked.first_s)}
     return {
         "first_token_s": quantiles,
         "p95_ratio": round(quantiles["attack"]["p95"] / quantiles["honest"]["p95"], 2),
-        "polite_answers": {name: dict(its.answers) for name, its in polite.items()},
-        "honest_bursts": dict(other.answers),
-        "attacks": dict(sorted((attacker.answers + attacker.limited.answers).items())),
+        "polite_answers": {"honest": dict(honest.answers), "attack": dict(attacked.answers)},
+        "honest_bursts": honest_answers,
+        "attacks": attack_answers,
         "router_mib": {
-            "at_first": honest_begin_mib,
-            "before_the_attack": begin_mib,
+            "at_first": at_first_mib,
+            "before_the_attack": before_mib,
             "largest": resident_mib(pids["router"], "VmHWM"),
             "afterwards": resident_mib(pids["router"]),
         },

@@ -204,7 +204,12 @@ def main() -> int:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
     ).stdout.strip()
-    result = {"command": sys.argv[1:], "commit": commit, "seed": arguments.seed, **found}
+    result = {
+        "command": ["benchmarks/hostile_grammars.py", *sys.argv[1:]],
+        "commit": commit,
+        "seed": arguments.seed,
+        **found,
+    }
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if arguments.output:

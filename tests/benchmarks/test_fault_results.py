@@ -49,3 +49,25 @@ def test_nothing_grew_in_thirty_minutes():
     readme = (RESULTS / "soak" / "README.md").read_text()
     assert f"{run['right']:,} answers" in readme
     assert (RESULTS / "soak" / "demo.png").exists()
+
+
+def test_an_attacker_kept_nobody_waiting():
+    run = json.loads((RESULTS / "attack" / "demo.json").read_text())
+    assert "--seconds 120 " in run["command"]
+    assert run["p95_ratio"] <= run["goal"] == 1.5
+    assert (run["broken"], run["restarted"]) == ([], [])
+    assert {answer.split(":")[0] for answer in run["attacks"]} == {
+        *("slow_schema", "deep_schema", "keyless_body", "long_text", "crowd", "stored", "busy")
+    }
+    readme = (RESULTS / "attack" / "README.md").read_text()
+    assert f"{run['p95_ratio']} times" in readme
+
+
+def test_a_thousand_hostile_grammars_ended_in_time():
+    run = json.loads((RESULTS / "hostile-grammars" / "demo.json").read_text())
+    assert (run["requests"], run["violations"], run["restarts"]) == (1000, [], 0)
+    assert sum(run["by_status"].values()) == 1000
+    assert set(run["by_status"]) <= {"200", "400", "429"}
+    assert max(each["seconds"] for each in run["slowest"]) < 10
+    readme = (RESULTS / "hostile-grammars" / "README.md").read_text()
+    assert f"{run['by_status']['400']} were refused" in readme
