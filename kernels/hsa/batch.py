@@ -225,9 +225,9 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
     def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: HsaScratch | None) -> Tensor:
         """See `SlotBatch.attend`; in torch the channels of several slots are ranked together."""
-        if scratch is None or self._is_beyond(step):
-            members = self._layers[layer]
-            self._ranked = _rank_together(members, step) if len(members) > 1 else {}
+        members = self._layers[layer]
+        ranks = len(members) > 1 and (scratch is None or self._is_beyond(step))
+        self._ranked = _rank_together(members, step) if ranks else {}
         return super().attend(layer, step, errors=errors, scratch=scratch)
 
     def _attend_one(self, layer: int, slot: int, rows: SparseRows, token: NewToken) -> Tensor:
