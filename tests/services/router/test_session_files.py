@@ -16,7 +16,7 @@ from kvtest.waiting import eventually
 from pydantic import ValidationError
 
 from kvferry.services.router.http.errors import from_framework
-from kvferry.services.router.sessions import stored_record
+from kvferry.services.router.sessions import store
 from kvferry.services.router.sessions.record import SessionFile
 from kvferry.shared.errors import InvalidRequest
 
@@ -206,7 +206,7 @@ async def test_a_record_that_is_too_long_is_refused_by_its_size(
     start_stack: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = await start_stack(**options)
-    monkeypatch.setattr(stored_record, "MAX_RECORD_BYTES", 1500)
+    monkeypatch.setattr(store, "MAX_RECORD_BYTES", 1500)
     with pytest.raises(openai.BadRequestError, match=r"with \d+ bytes; one conversation .* may have 1500"):
         await say(stack, LONG)
     document = {"text": LONG}

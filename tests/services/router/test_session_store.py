@@ -8,8 +8,7 @@ import pytest
 from kvtest.clock import Clock
 
 from kvferry.services.router.sessions.record import SessionRecord
-from kvferry.services.router.sessions.store import SessionStore
-from kvferry.services.router.sessions.stored_record import sized
+from kvferry.services.router.sessions.store import SessionStore, sized
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import CapacityExceeded, SessionBusy, SessionNotFound
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.services.router.sessions import stored_record
+from kvferry.services.router.sessions import store
 from kvferry.services.router.sessions.record import SessionRecord, StoredResponse
+from kvferry.services.router.sessions.store import sized
 from kvferry.services.router.sessions.stored_record import (
     FORMAT_VERSION,
     WrittenRecord,
     decode_summary,
     read_record,
-    sized,
     write_parts,
     write_whole,
 )
@@ -221,7 +221,7 @@ def test_a_record_of_an_earlier_release_is_read() -> None:
 
 
 def test_a_record_that_is_too_long_is_refused_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_record, "MAX_RECORD_BYTES", 20_000)
+    monkeypatch.setattr(store, "MAX_RECORD_BYTES", 20_000)
     assert 10_000 < sized(after_turns(1)).size_bytes < 20_000
     with pytest.raises(
         InvalidRequest, match=r"with 2\d{4} bytes; one conversation or document may have 20000"
