@@ -84,8 +84,8 @@ class _Client:
         the first call.
 
         Args:
-        certs: the router's; None: without TLS.
-        router: its name, the same in all of its calls and no other router's.
+            certs: the router's; None: without TLS.
+            router: its name, the same in all of its calls and no other router's.
         """
         self._address = address
         self._router = router

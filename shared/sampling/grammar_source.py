@@ -73,17 +73,18 @@ class Follower:
         self._matcher = matcher
         self._took = took
         self._left_s = FREE_S
+        self._mask = b""
 
     def mask(self) -> bytes:
         """A bit for each token: whether it may come next. At the grammar's end, only those that end may.
 
         Raises: InvalidRequest: that takes too much time or memory (reason `grammar_limit`).
         """
-        mask: bytes = self._timed(self._matcher.compute_bitmask)
+        self._mask = self._timed(self._matcher.compute_bitmask)
         if self._matcher.is_error():
             self._took(float("inf"))
             raise _limit(first_line(self._matcher))
-        return mask
+        return self._mask
 
     def accept(self, token_id: int) -> bool:
         """Go on with a token. Returns whether another one may follow.
@@ -92,11 +93,12 @@ class Follower:
         """
         if not self._timed(self._matcher.consume_token, token_id):
             error = first_line(self._matcher)
-            if "Current row" in error:
+            if self._mask and self._mask[token_id // 8] >> token_id % 8 & 1:  # it was allowed
                 raise _limit(error)
             raise KvferryError(
                 f"the grammar does not allow token {token_id} here: {error}", reason="grammar_mismatch"
             )
+        self._mask = b""
         self._left_s = min(self._left_s + TOKEN_S, FREE_S)
         return not self._matcher.is_stopped()
 

@@ -3,9 +3,9 @@ use."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -45,7 +45,8 @@ _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
     summary="Answer as Anthropic's Messages API does",
 )
 async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
-    translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds
+    # thousands of blocks take tens of milliseconds
+    translation = await request.state.work(partial(translate, body))
     chat, names = translation.chat, translation.names
     completion = begin(request, services, chat, session_of(request, chat))
     assert isinstance(completion, Completion), "a message has one prompt"
@@ -60,7 +61,8 @@ async def create_message(request: Request, services: Shared, body: MessagesReque
 
 @router.post("/v1/messages/count_tokens", summary="Count the tokens of a prompt")
 async def count_tokens(request: Request, services: Shared, body: CountTokensRequest) -> TokensCount:
-    translation = await asyncio.to_thread(translate, body)  # thousands of blocks take tens of milliseconds
+    # thousands of blocks take tens of milliseconds
+    translation = await request.state.work(partial(translate, body))
     model = named_model(services, body.model)
     try:
         prompt = await first_prompt(

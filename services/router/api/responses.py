@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -74,7 +73,7 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
             body.model_fields_set.add("document_ids")
     body = await _with_items(services, owner, body)
     # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
-    translation = await asyncio.to_thread(translate, body, before)
+    translation = await request.state.work(partial(translate, body, before))
     session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
     session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
     if session is not None and not continues:

@@ -332,7 +332,8 @@ class LimitsMiddleware:
                 self._held_bytes[owner] += len(chunk)
                 if self._held_bytes[owner] > MAX_HELD_BYTES:
                     raise CapacityExceeded(
-                        f"The bodies of this key's running requests have more than {MAX_HELD_BYTES} bytes",
+                        f"This key's running requests would have bodies of more than {MAX_HELD_BYTES} bytes "
+                        "together; repeat the request when some have ended",
                         reason="held_bytes",
                         retry_after_s=1.0,
                     )

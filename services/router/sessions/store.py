@@ -82,8 +82,9 @@ class SessionLease:
         """
         store = self._store
         record = sized(replace(record, expires_at_s=store.next_expiry_s(self.key, record)))
-        usage = await store.usage(self.key.owner, documents=is_document(self.key), excluding=self.key)
-        store.check_bytes(self, usage, record.size_bytes)
+        if store._max_bytes:
+            usage = await store.usage(self.key.owner, documents=is_document(self.key), excluding=self.key)
+            store.check_bytes(self, usage, record.size_bytes)
         return self.put(record)
 
     def put(self, record: SessionRecord | None) -> bool:
