@@ -14,8 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.grammar_checks import GrammarChecks
@@ -41,6 +39,7 @@ _BLOCKED_BY_BYTE = np.where(
 """`[256, 8]`: what eight bits of a mask add to eight logits. Copying a row a byte is many times as fast
 as choosing for each bit."""
 
+
 _vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
 _lock = threading.Lock()
 
@@ -48,18 +47,16 @@ _lock = threading.Lock()
 class TokenMatcher:
     """One completion's place in a grammar. Not thread-safe."""
 
-    def __init__(self, follower: Follower, vocab_size: int) -> None:
+    def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._vocab_size = vocab_size
 
-    def blocked(self) -> Tensor:
-        """What to add to the logits: float32 `[V]`, 0 for ids that may come next and -inf for others.
+    def block(self, row: np.ndarray) -> None:
+        """Write what to add to the logits: 0 for ids that may come next and -inf for others.
 
-        Raises: InvalidRequest: see `Follower.mask`.
+        Args: row: float32, V rounded up to a multiple of 32. Raises: InvalidRequest: see `Follower.mask`.
         """
         bits = np.frombuffer(self._follower.mask(), dtype=np.uint8)
-        blocked = np.take(_BLOCKED_BY_BYTE, bits, axis=0, mode="clip")
-        return torch.from_numpy(blocked).view(-1)[: self._vocab_size]
+        _BLOCKED_BY_BYTE.take(bits, axis=0, mode="clip", out=row.reshape(-1, 8))
 
     def accept(self, token_id: int) -> None:
         """Go on with a token. Raises: InvalidRequest, KvferryError: see `Follower.accept`."""
@@ -92,7 +89,7 @@ class GrammarCompiler:
         """
         if grammar is None:
             return None
-        return TokenMatcher(self._vocabulary.follower(grammar, owner), self._vocab_size)
+        return TokenMatcher(self._vocabulary.follower(grammar, owner))
 
     async def check(self, grammar: Grammar, owner: str = "") -> None:
         """Try a client's grammar where it can harm nobody, before `matcher` gets it.

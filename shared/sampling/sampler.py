@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,6 +147,16 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     return torch.where(temperature[:, 0] > 0, torch.minimum(drawn, last), greedy)
 
 
+def mask_rows(num_rows: int, vocab_size: int) -> np.ndarray:
+    """Room for what is added to logits: zeros, float32 `[num_rows, V rounded up to a multiple of 32]`."""
+    return np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.float32)
+
+
+def _block_all_but(row: np.ndarray, token_id: int) -> None:
+    row.fill(-np.inf)
+    row[token_id] = 0.0
+
+
 class SequenceSampler:
     """The sampling state of one completion. Not thread-safe.
 
@@ -220,25 +231,29 @@ class SequenceSampler:
         masked = self._matcher is not None or self._thoughts is not None
         return masked or self.next_index < max(self.params.min_tokens, len(self.params.delivered))
 
-    def blocked(self) -> Tensor:
-        """What to add to the logits: float32 `[V]` on the host, 0 for ids that may be the next token and -inf
-        for others.
+    def block(self, row: np.ndarray) -> None:
+        """Write what to add to the logits: 0 for ids that may be the next token and -inf for others.
 
+        Args: row: float32 `[V]`, and as many more as `mask_rows` has.
         Raises: KvferryError: the grammar takes too much time or memory here.
         """
         if self.next_index < len(self.params.delivered):
-            return self._all_but(self.params.delivered[self.next_index])
+            _block_all_but(row, self.params.delivered[self.next_index])
+            return
         if self._thoughts is not None and self._thoughts.is_over:
-            return self._all_but(self._thoughts.budget.end_id)
-        blocked = self._matcher.blocked() if self._matcher is not None else torch.zeros(self._vocab_size)
+            _block_all_but(row, self._thoughts.budget.end_id)
+            return
+        if self._matcher is not None:
+            self._matcher.block(row)
+        else:
+            row.fill(0.0)
         if self.next_index < self.params.min_tokens:
-            blocked[self._end_ids] = -torch.inf
-        return blocked
+            row[self._end_ids] = -np.inf
 
-    def _all_but(self, token_id: int) -> Tensor:
-        blocked = torch.full((self._vocab_size,), -torch.inf)
-        blocked[token_id] = 0.0
-        return blocked
+    def _blocked(self) -> Tensor:
+        rows = mask_rows(1, self._vocab_size)
+        self.block(rows[0])
+        return torch.from_numpy(rows)[:, : self._vocab_size]
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
@@ -257,7 +272,7 @@ class SequenceSampler:
         if self._penalties is not None:
             wide = self._penalties.apply(wide, self._numbers)
         if self.is_masked:
-            wide = wide + self.blocked()
+            wide = wide + self._blocked()
             if not wide.max().isfinite():
                 raise self.refusal()
         uniforms = torch.tensor(self.uniforms(1, at=self.next_index), dtype=torch.float64)
@@ -282,7 +297,7 @@ class SequenceSampler:
         """The error to raise if no token can be drawn."""
         if self._matcher is not None:
             try:
-                if self._matcher.blocked().isinf().all():
+                if self._blocked().isinf().all():
                     return KvferryError(
                         f"the grammar allows no token at token {self.next_index}", reason="grammar_dead_end"
                     )
@@ -394,7 +409,8 @@ class BatchSampler:
         self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
         self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties: Penalties | None = None
-        self._blocked: Tensor | None = None  # 0, or -inf for ids that may not come next
+        self._rows: np.ndarray | None = None  # 0, or -inf for ids that may not come next
+        self._blocked: Tensor | None = None  # the same on the device: on a CPU, the same memory
         self._allowed_logits: Tensor | None = None
         self._masked: dict[int, SequenceSampler] = {}
         self._flavours: dict[int, Flavour] = {}
@@ -431,7 +447,8 @@ class BatchSampler:
         if sampler.is_masked:
             self._masked[slot] = sampler
             if self._blocked is None:
-                self._blocked = torch.zeros(self._size, device=self._device)
+                self._rows = mask_rows(*self._size)
+                self._blocked = torch.from_numpy(self._rows)[:, : self._size[1]].to(self._device)
                 self._allowed_logits = torch.zeros(self._size, device=self._device)
 
     def remove(self, slot: int) -> None:
@@ -456,22 +473,30 @@ class BatchSampler:
             self._show_masks()
 
     def _show_masks(self) -> None:
-        assert self._blocked is not None, "there is a masked sequence"
+        assert self._rows is not None, "there is a masked sequence"
         for slot, sampler in list(self._masked.items()):
             if not sampler.is_masked:
                 self._unmask(slot)
                 continue
             try:
-                self._blocked[slot].copy_(sampler.blocked(), non_blocking=True)
+                sampler.block(self._rows[slot])
             except KvferryError:
-                self._blocked[slot].fill_(
-                    -torch.inf
-                )  # the host asks again, and ends the completion with the error
+                # the host asks again, and ends the completion with the error
+                self._rows[slot].fill(-np.inf)
+            self._show(slot)
 
     def _unmask(self, slot: int) -> None:
         if self._masked.pop(slot, None) is not None:
-            assert self._blocked is not None, "the slot was masked"
-            self._blocked[slot].zero_()
+            assert self._rows is not None, "the slot was masked"
+            self._rows[slot].fill(0.0)
+            self._show(slot)
+
+    def _show(self, slot: int) -> None:
+        assert self._rows is not None, "it has what is shown"
+        assert self._blocked is not None, "it comes with the rows"
+        if not self._blocked.is_cpu:
+            row = torch.from_numpy(self._rows[slot, : self._size[1]])
+            self._blocked[slot].copy_(row, non_blocking=True)
 
     def sample(self, logits: Tensor, active: Tensor, flavour: Flavour) -> tuple[Tensor, Tensor]:
         """Draw a token for each of the first slots, and record those of active slots.

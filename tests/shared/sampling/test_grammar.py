@@ -5,6 +5,7 @@ import json
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import llguidance
 import pytest
@@ -22,7 +23,7 @@ from kvferry.shared.sampling import grammar_child, grammar_source
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.grammar_source import FREE_S, MAX_CHARACTERS, TOKEN_S
 from kvferry.shared.sampling.params import Grammar, SamplingParams
-from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
+from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler, mask_rows
 
 RAW = byte_level_tokenizer()
 ENDS = tuple(RAW.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
@@ -49,8 +50,16 @@ def regex(text):
     return Grammar(kind="regex", text=text)
 
 
+def blocked_by(matcher):
+    """What the matcher adds to the logits of its next token."""
+    rows = mask_rows(1, VOCAB)
+    rows.fill(float("nan"))
+    matcher.block(rows[0])
+    return torch.from_numpy(rows[0, :VOCAB])
+
+
 def allowed_texts(matcher):
-    ids = (matcher.blocked() == 0).nonzero()[:, 0].tolist()
+    ids = (blocked_by(matcher) == 0).nonzero()[:, 0].tolist()
     return {RAW.decode([token_id], skip_special_tokens=False) for token_id in ids}
 
 
@@ -58,15 +67,15 @@ def accepts(compiler, grammar, text):
     """Whether the grammar allows a text, and its end there."""
     matcher = compiler.matcher(grammar)
     for token_id in RAW.encode(text, add_special_tokens=False).ids:
-        if matcher.blocked()[token_id] != 0:
+        if blocked_by(matcher)[token_id] != 0:
             return False
         matcher.accept(token_id)
-    return bool((matcher.blocked()[list(ENDS)] == 0).all())
+    return bool((blocked_by(matcher)[list(ENDS)] == 0).all())
 
 
 def test_at_the_end_only_ends_are_allowed_and_padding_never_is(compiler):
     matcher = compiler.matcher(regex("(ab|cd)"))
-    blocked = matcher.blocked()
+    blocked = blocked_by(matcher)
     assert blocked.shape == (VOCAB,)
     assert blocked.dtype == torch.float32
     assert set(blocked.tolist()) == {0.0, -torch.inf}
@@ -265,7 +274,7 @@ def test_a_grammar_may_spell_an_added_token(is_special):
         Grammar(kind="lark", text='start: "<tool_call>"'),
     ):
         matcher, text = compiler.matcher(grammar), b""
-        while (blocked := matcher.blocked())[list(ENDS)].isinf().all():
+        while (blocked := blocked_by(matcher))[list(ENDS)].isinf().all():
             assert blocked[mark].isinf()
             token_id = int((blocked == 0).nonzero()[0])
             matcher.accept(token_id)
@@ -273,14 +282,14 @@ def test_a_grammar_may_spell_an_added_token(is_special):
             assert len(text) < 200
         assert b"<tool_call>" in text
     by_id = compiler.matcher(Grammar(kind="lark", text=f'start: <[{mark}]> "a"'))
-    assert by_id.blocked()[mark] == 0
+    assert blocked_by(by_id)[mark] == 0
     by_id.accept(mark)
     assert tokenizer.special_parts("a<tool_call>b") == ["a", mark, "b"]
 
 
 def follow(matcher, texts):
     for text in texts:
-        matcher.blocked()
+        blocked_by(matcher)
         matcher.accept(RAW.token_to_id(text))
 
 
@@ -294,16 +303,49 @@ def test_a_grammar_whose_masks_take_too_long_is_ended_by_name(compiler):
     assert time.thread_time() - begin_s < FREE_S + 100 * TOKEN_S + one_mask_s
     for _ in range(2):  # and stays so, at no cost
         with pytest.raises(InvalidRequest):
-            matcher.blocked()
+            blocked_by(matcher)
 
 
-def test_what_is_not_used_of_the_time_is_not_saved_up(compiler, monkeypatch):
+class Clock:
+    """Goes on by so much whenever it is asked."""
+
+    def __init__(self, step_s=0.0):
+        self.now_s, self.step_s, self.num_asked = 0.0, step_s, 0
+
+    def __call__(self):
+        self.num_asked += 1
+        self.now_s += self.step_s
+        return self.now_s
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """The one on the wall and the thread's own."""
+    wall, own = Clock(), Clock()
+    monkeypatch.setattr(grammar_source, "time", SimpleNamespace(perf_counter=wall, thread_time=own))
+    return wall, own
+
+
+def test_what_is_not_used_of_the_time_is_not_saved_up(compiler, clocks):
     matcher = compiler.matcher(regex("[a-z]*"))
     follow(matcher, "a" * 200)
-    monkeypatch.setattr(grammar_source.time, "thread_time", iter([0.0, FREE_S + 0.01]).__next__)
-    matcher.blocked()
+    for clock in clocks:
+        clock.step_s = 0.1
     with pytest.raises(InvalidRequest, match="cannot be followed"):
-        matcher.blocked()
+        follow(matcher, "aaa")
+
+
+def test_only_a_call_that_is_not_short_makes_the_threads_own_time_asked_for(compiler, clocks):
+    wall, own = clocks
+    matcher = compiler.matcher(regex("[a-z]*"))
+    follow(matcher, "a" * 20)
+    assert (wall.num_asked, own.num_asked) == (80, 0)
+    wall.step_s = 10.0  # others had the processor
+    follow(matcher, "a" * 20)
+    assert (wall.num_asked, own.num_asked) == (82, 78)
+    own.step_s = FREE_S
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
+        follow(matcher, "aa")
 
 
 def seen(number):
@@ -344,7 +386,7 @@ def heap_bytes():
 
 
 def test_what_following_has_made_is_not_cached(compiler):
-    compiler.matcher(seen(61)).blocked()
+    blocked_by(compiler.matcher(seen(61)))
     begin_bytes = heap_bytes()
     matcher = compiler.matcher(seen(61))
     follow(matcher, chances(0, 4000))
