@@ -33,7 +33,7 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.self_test import model_shapes, self_test
-from kvferry.shared.serving import close_within, end_within, serve_until_signal
+from kvferry.shared.serving import close_within, end_within, serve_until_signal, share_free_memory
 from kvferry.shared.telemetry import setup_tracing
 from kvferry.shared.wire.channel import Channel, ListeningChannel, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
@@ -212,6 +212,7 @@ async def run_worker(
 
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
+    share_free_memory()
     setup_logging(settings.log_level, settings.log_format, role)
     install_tables(settings.epsilon_tables)
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
