@@ -4,8 +4,7 @@
 
 The receiver is a process of its own. Ours: checksums, credits, acknowledgement, and one copy into a
 buffer at the blocks' places. Raw: the same bytes in blocks of the same size over bare sockets, received and
-dropped; there is none for shared memory and NIXL. `nixl` is NIXL over what UCX chooses, `nixl-tcp`
-over UCX's TCP; both need the package. Prints medians of the repeats and the ratio. A busy machine slows
+dropped; there is none for shared memory. Prints medians of the repeats and the ratio. A busy machine slows
 all; CPU time, of all threads of sender and receiver, suffers less from it. `checksums` is the CPU time of
 computing the checksums alone, at both ends, and `copies` that of the one copy into place.
 """
@@ -14,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import multiprocessing
-import os
 import platform
 import statistics
 import subprocess
@@ -45,11 +42,7 @@ from kvferry.shared.wire.messages import (
     NamedTensor,
     TransferKey,
 )
-from kvferry.shared.wire.nixl.agent import NixlAgent
-from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
-from kvferry.shared.wire.nixl.listening import NixlListeningChannel
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import (
     IS_SUPPORTED,
@@ -58,7 +51,6 @@ from kvferry.shared.wire.shared_memory import (
 )
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
-NIXL = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}}
 """The variables of UCX of each."""
 NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 128, 8
 CREDIT_BYTES = 64 << 20
@@ -97,10 +89,8 @@ def _keys(transport: str, role: Role) -> BlockKeys | None:
 
 def receive_ours(transport: str, bind: str, num_bytes: int, pipe: Connection) -> None:
     keys = _keys(transport, "decode")
-    network = SealedListeningChannel(bind, keys=keys) if keys else ZmqListeningChannel(bind)
+    network = ZmqListeningChannel(bind, keys=keys)
     channel = SharedMemoryListeningChannel(network) if transport == "shm" else network
-    if transport in NIXL:
-        channel = NixlListeningChannel(network, NixlAgent(loopback_only=True))
     server = BlockServer(channel, _CopyingSink(num_bytes))
     pipe.send(server.endpoint)
     while pipe.recv() == "cpu":
@@ -160,12 +150,8 @@ def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, ti
     rows = num_bytes // (2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * 2)
     tensor = torch.randn(NUM_KV_HEADS, rows, HEAD_DIM).to(torch.float16)
     keys = _keys(transport, "prefill")
-    network = SealedConnectingChannel(keys) if keys else ZmqConnectingChannel()
+    network = ZmqConnectingChannel(keys)
     channel = SharedMemoryConnectingChannel(network) if transport == "shm" else network
-    connected: list[str] = []
-    if transport in NIXL:
-        agent = NixlAgent(loopback_only=True)
-        channel = NixlConnectingChannel(network, agent, on_connected=connected.append)
     sender = BlockSender(channel, buffer_bytes=2 * num_bytes, timeout_s=TIMEOUT_S)
     tensors = [NamedTensor(name=name, tensor=tensor, kind="rows") for name in ("keys", "values")]
     for transfer_id in range(1, repeats + 2):
@@ -197,8 +183,6 @@ def measure_ours(transport: str, endpoint: str, num_bytes: int, repeats: int, ti
             transfer.finish(EndRecord(key=key, num_blocks=0, payload_bytes=0))
             transfer.wait(TIMEOUT_S)
     sender.close()
-    if transport in NIXL and connected != ["nixl"]:
-        raise RuntimeError(f"blocks went over {connected}, not NIXL")
 
 
 def _measure_raw(transport: str, endpoint: str, num_bytes: int, repeats: int, timer: Timer) -> None:
@@ -266,10 +250,8 @@ def main() -> None:
     num_bytes = options.megabytes << 20
     results: dict[str, Any] = {}
     transports = ["tcp", "ipc", "shm"] if IS_SUPPORTED else ["tcp", "ipc"]
-    transports += NIXL if importlib.util.find_spec("nixl") else ()
     with tempfile.TemporaryDirectory() as folder:
         for name in transports:
-            os.environ.update(NIXL.get(name, {}))
             bind = "tcp://127.0.0.1:0" if name == "tcp" else f"ipc://{folder}/{name}-{{}}.sock"
             size = num_bytes, options.repeats
             ours = run(receive_ours, measure_ours, name, bind.format("ours"), *size)

@@ -64,8 +64,8 @@ class TracedSettings(PlanSettings):
     )
     insecure: Annotated[bool, ACCESS] = Field(
         False,
-        description="listen beyond loopback although others may then call: workers without certs, or with "
-        "transport nixl, a router without keys",
+        description="listen beyond loopback although others may then call: workers without certs, or with a "
+        "transport that does not protect blocks, a router without keys",
     )
     otlp_endpoint: Annotated[str, PROCESS] = Field(
         "", description="http(s)://host:port of an OTLP (gRPC) collector for traces; empty: no traces"
@@ -122,7 +122,7 @@ class WorkerSettings(TracedSettings):
         1,
         ge=1,
         description="ranks, processes on this machine among which the model's KV heads and weights are "
-        "divided; rank i has GPU i. Prefill and decode may have different numbers",
+        "divided; rank i has GPU i. Decode has as many as prefill, or a multiple",
     )
     max_model_len: Annotated[int, MODEL] = Field(
         0, ge=0, description="context window in tokens; 0: the model's own"
@@ -133,10 +133,10 @@ class WorkerSettings(TracedSettings):
     listen: Annotated[str, NETWORK] = Field(
         "127.0.0.1:0", description="host:port of the control (gRPC) server; port 0 picks a free one"
     )
-    transport: Annotated[Literal["zmq", "nixl"], NETWORK] = Field(
+    transport: Annotated[str, NETWORK] = Field(
         "zmq",
-        description="how KV blocks travel: zmq is ZeroMQ, with certs sealed TCP, and shared memory on one "
-        "machine; nixl writes them through NIXL (RDMA where there is any) to workers that have it too",
+        description="how KV blocks travel: zmq is ZeroMQ, with certs encrypted, and shared memory on one "
+        "machine; others by name that are installed (docs/writing-a-transport.md)",
     )
     block_listen: Annotated[str, NETWORK] = Field(
         "tcp://127.0.0.1:0", description="tcp://host:port or ipc://path to receive KV blocks on"
@@ -160,15 +160,6 @@ class WorkerSettings(TracedSettings):
         """Whether other machines may send blocks."""
         address = self.block_listen.removeprefix("tcp://")
         return not (address.startswith("ipc://") or is_loopback(parse_address("block_listen", address)[0]))
-
-    @model_validator(mode="after")
-    def _accepts_what_nixl_does_not_protect(self) -> Self:
-        if self.transport == "nixl" and self.certs and not self.insecure:
-            raise ValueError(
-                "transport is 'nixl' with certs; NIXL neither encrypts blocks nor checks who writes them: "
-                "use zmq, or set insecure to accept that on a private network"
-            )
-        return self
 
     @model_validator(mode="after")
     def _is_encrypted_beyond_loopback(self) -> Self:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.certs import BlockKeys, Certs
+from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
@@ -35,11 +35,10 @@ from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_mod
 from kvferry.shared.self_test import model_shapes, self_test
 from kvferry.shared.serving import close_within, end_within, serve_until_signal, share_free_memory
 from kvferry.shared.telemetry import setup_tracing
-from kvferry.shared.wire.channel import Channel, ListeningChannel, ignore_transport
+from kvferry.shared.wire.channel import ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
+from kvferry.shared.wire.transports import make_transport
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
@@ -69,11 +68,11 @@ class ProcessTransport:
     """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
     def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
-        """Raises: ConfigurationError: the transport is not installed, or does not work here."""
+        """Raises: ConfigurationError: see `make_transport`."""
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
         self._keys = certs.block_keys() if certs is not None else None
-        self._nixl = NixlChannels(settings) if settings.transport == "nixl" else None
+        self._transport = make_transport(settings)
 
     def sender(
         self,
@@ -83,61 +82,41 @@ class ProcessTransport:
         peer_bytes: int = 0,
         on_connected: Callable[[str], None] = ignore_transport,
     ) -> BlockSender:
-        network = SealedConnectingChannel(self._keys) if self._keys else ZmqConnectingChannel()
-        channel: Channel
-        if self._nixl is not None:
-            channel = self._nixl.connecting(network, on_connected)
-        else:
-            channel = SharedMemoryConnectingChannel(network, on_connected=on_connected)
+        channel = self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
         return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        channel: ListeningChannel = _listening(self._listen, self._advertise, self._keys)
-        if self._nixl is not None:
-            channel = self._nixl.listening(channel)
-        return BlockServer(channel, sink, on_late_block=on_late_block)
+        """Raises: ConfigurationError: the address cannot be bound."""
+        network = ZmqListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
+        return BlockServer(self._transport.listening(network), sink, on_late_block=on_late_block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTransport:
     """Makes the block servers of a worker's other ranks, each in its own process, to which this is sent.
 
-    Attributes: listen, advertise: the first rank's; certs: the folder, or "".
+    Attributes: settings: the worker's, with the first rank's addresses.
     """
 
-    listen: str
-    advertise: str
-    certs: str
+    settings: WorkerSettings
     role: Role
 
     @classmethod
     def of(cls, settings: WorkerSettings, role: Role) -> RankTransport | None:
-        """None where the first rank takes the blocks of all: with one rank, and with NIXL."""
-        if settings.tensor_parallel == 1 or settings.transport == "nixl":
+        """None with one rank."""
+        if settings.tensor_parallel == 1:
             return None
-        return cls(
-            listen=settings.block_listen,
-            advertise=settings.block_advertise,
-            certs=settings.certs,
-            role=role,
-        )
+        return cls(settings=settings, role=role)
 
     def server(
         self, rank: int, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> BlockServer:
         """Raises: ConfigurationError: the address cannot be bound."""
-        keys = Certs(self.certs, self.role).block_keys() if self.certs else None
-        listen, advertise = (_address_of_rank(its, rank) for its in (self.listen, self.advertise))
-        return BlockServer(_listening(listen, advertise, keys), sink, on_late_block=on_late_block)
-
-
-def _listening(listen: str, advertise: str, keys: BlockKeys | None) -> ListeningChannel:
-    network = (
-        SealedListeningChannel(listen, advertise=advertise, keys=keys)
-        if keys
-        else ZmqListeningChannel(listen, advertise=advertise)
-    )
-    return SharedMemoryListeningChannel(network)
+        names = ("block_listen", "block_advertise")
+        addresses = {name: _address_of_rank(getattr(self.settings, name), rank) for name in names}
+        settings = self.settings.model_copy(update=addresses)
+        certs = Certs(settings.certs, self.role) if settings.certs else None
+        return ProcessTransport(settings, certs).server(sink, on_late_block=on_late_block)
 
 
 def _address_of_rank(address: str, rank: int) -> str:
@@ -148,28 +127,6 @@ def _address_of_rank(address: str, rank: int) -> str:
     if not colon or not port.isdigit() or int(port) == 0:
         return address
     return f"{head}:{int(port) + rank}"
-
-
-class NixlChannels:
-    """Makes the channels of a worker that uses NIXL. The package is imported here and not before."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        """Raises: ConfigurationError: NIXL is not installed, or does not work here."""
-        from kvferry.shared.wire.nixl.agent import NixlAgent
-
-        loopback_only = not settings.listens_for_blocks_beyond_loopback
-        self._sender = NixlAgent(loopback_only=loopback_only)
-        self._receiver = NixlAgent(loopback_only=loopback_only)
-
-    def connecting(self, below: Channel, on_connected: Callable[[str], None]) -> Channel:
-        from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
-
-        return NixlConnectingChannel(below, self._sender, on_connected=on_connected)
-
-    def listening(self, below: ListeningChannel) -> ListeningChannel:
-        from kvferry.shared.wire.nixl.listening import NixlListeningChannel
-
-        return NixlListeningChannel(below, self._receiver)
 
 
 class WorkerService(Protocol):

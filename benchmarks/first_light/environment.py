@@ -17,7 +17,7 @@ from record import Record
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "grpcio", "protobuf", "pydantic",
     "fastapi", "uvicorn", "pyzmq", "msgspec", "structlog", "cyclopts", "cryptography", "redis", "llguidance",
-    "openai", "opentelemetry-sdk", "prometheus-client", "httpx", "pytest", "nixl",
+    "openai", "opentelemetry-sdk", "prometheus-client", "httpx", "pytest",
 )  # fmt: skip
 COMMANDS = {
     "gpu": "nvidia-smi --query-gpu=name,driver_version,memory.total,memory.free,clocks.max.sm,clocks.max.mem,"

@@ -22,7 +22,6 @@ from kvferry.shared.cache.arena import (
     AllocationState,
     ByteArena,
     SequenceLayout,
-    layout_like,
     measured_limit_bytes,
     sequence_layout,
 )
@@ -186,15 +185,6 @@ class Scheduler:
             self._freed.add(allocation.size_bytes)
             self._grant()
 
-    def shrink(self, allocation: Allocation, size_bytes: int) -> Allocation:
-        """Free what an allocation has beyond this many bytes, and grant it to waiting requests. Any thread
-        may call this."""
-        with self._lock:
-            smaller = self._arena.shrink(allocation, size_bytes)
-            self._freed.add(allocation.size_bytes - smaller.size_bytes)
-            self._grant()
-            return smaller
-
     def refuse_waiting(self, refusal: Callable[[], KvferryError]) -> None:
         """Refuse the requests that wait, and all that come, with this error."""
         with self._lock:
@@ -321,7 +311,6 @@ class SequenceMemory:
         ranks: DecodeRanks | None = None,
     ) -> None:
         self._ranks = ranks
-        self._num_parts = 1 if ranks is None else ranks.num_ranks
         self._spec = spec
         self._arena = arena
         self._scheduler = scheduler
@@ -336,25 +325,10 @@ class SequenceMemory:
         expected = sum(lengths) // len(lengths) if lengths else 0
         return min(max_new_tokens, max(expected, GROWTH_TOKENS))
 
-    def layout(
-        self,
-        resolved: ResolvedPlan,
-        room: int,
-        *,
-        returns_generated: bool,
-        like: SequenceLayout | None = None,
-    ) -> SequenceLayout:
-        """The layout of a sequence with room for this many new tokens.
-
-        Args: like: of the same prompt, once it has arrived.
-        """
+    def layout(self, resolved: ResolvedPlan, room: int, *, returns_generated: bool) -> SequenceLayout:
+        """The layout of a sequence with room for this many new tokens."""
         with_room = resolved if room == resolved.max_new_tokens else replace(resolved, max_new_tokens=room)
-        formats = make_formats(
-            self._spec, with_room, returns_generated=returns_generated, num_parts=self._num_parts
-        )
-        if like is None:
-            return sequence_layout(formats)
-        return layout_like(formats, (its.format for its in like.layers))
+        return sequence_layout(make_formats(self._spec, with_room, returns_generated=returns_generated))
 
     def within_arena(self, resolved: ResolvedPlan, *, returns_generated: bool) -> ResolvedPlan:
         """The plan for an answer no longer than the whole arena has room for; unchanged if it has none."""
@@ -419,17 +393,15 @@ class SequenceMemory:
         layout, room = sequence.layout, sequence.room
         if sequence.lacks_room(1):
             room = min(room + max(GROWTH_TOKENS, room // 2), sequence.resolved.max_new_tokens)
-            layout = self.layout(
-                sequence.plan, room, returns_generated=sequence.request.store_history, like=layout
-            )
+            layout = self.layout(sequence.plan, room, returns_generated=sequence.request.store_history)
         with self._scheduler.paused():
             allocation = self._take(sequence, layout)
             if allocation is None:
                 own_bytes = sequence.allocation.size_bytes if sequence.is_in_arena else 0
-                if sequence.size_bytes(layout) > self._arena.free_bytes + own_bytes:
+                if layout.size_bytes > self._arena.free_bytes + own_bytes:
                     return False
                 self._move_to_host(sequence)
-                self._compact(others, sequence.size_bytes(layout))
+                self._compact(others, layout.size_bytes)
                 allocation = self._take(sequence, layout)
             if allocation is None:
                 return False
@@ -457,7 +429,7 @@ class SequenceMemory:
                 self._move(sequence, sequence.layout, sequence.room, allocation)
 
     def _take(self, sequence: Sequence, layout: SequenceLayout) -> Allocation | None:
-        return self._scheduler.take(sequence.size_bytes(layout), owner=sequence.request.request_id)
+        return self._scheduler.take(layout.size_bytes, owner=sequence.request.request_id)
 
     def _move_to_host(self, sequence: Sequence) -> None:
         """Idempotent."""

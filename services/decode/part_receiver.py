@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import IsAwaited, LateBlock, PartArrived, PartFailed
-from kvferry.services.decode.receiver import (
-    ArenaCopier,
-    CacheWriter,
-    PartWriter,
-    check_transfer,
-    measured_plan,
-)
+from kvferry.services.decode.receiver import ArenaCopier, CacheWriter, check_transfer, measured_plan
 from kvferry.services.decode.sequence import PinnedRows
 from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import Positions
@@ -57,13 +50,11 @@ class ExpectedPart:
     Attributes:
         key: the reservation's.
         resolved: the reservation's plan; room: new tokens for which there is room.
-        layout: of the rank's heads; of measured plans, once the manifest is there; where heads have different
-            numbers of rows, once all layers are.
+        layout: of the rank's heads; of measured plans, once the manifest is there.
         buffer: uint8, the range of the arena.
         pinned: rows that the transfer may leave out.
         caches: every layer, once it has arrived.
         has_begun: whether a transfer has, which then has these `layer_rows`.
-        joined: the rank's heads, while they come in parts of their own.
     """
 
     key: TransferKey
@@ -76,7 +67,6 @@ class ExpectedPart:
     caches: list[LayerCache] = field(default_factory=list)
     has_begun: bool = False
     layer_rows: tuple[int, ...] = ()
-    joined: JoinedParts | None = None
 
 
 class PartReceiver:
@@ -90,7 +80,6 @@ class PartReceiver:
     Args:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
-        num_parts: the number of ranks.
         note: tells the leading rank.
         ask: asks it (`FollowingRank.ask`).
     """
@@ -100,20 +89,18 @@ class PartReceiver:
         spec: ModelSpec,
         *,
         first_head: int,
-        num_parts: int,
         device: torch.device,
         note: Callable[[object], None],
         ask: Callable[..., Any],
     ) -> None:
         self._spec = spec
         self._first_head = first_head
-        self._num_parts = num_parts
         self._note = note
         self._ask = ask
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
         self._condition = threading.Condition()
         self._expected: dict[TransferKey, ExpectedPart] = {}
-        self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter, int]] = {}
+        self._incoming: dict[TransferKey, tuple[ExpectedPart, CacheWriter]] = {}
 
     def expect(self, part: ExpectedPart) -> None:
         """A reservation was made. Everything that the rank was told before has been done, so that nothing
@@ -129,26 +116,21 @@ class PartReceiver:
             self._expected.pop(key, None)
             for key in [key for key, its in self._incoming.items() if its[0] is part]:
                 del self._incoming[key]
-            part.joined = None
 
     @torch.inference_mode()
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
-        part, number = self._awaited(manifest)
+        part = self._awaited(manifest.key)
         with self._condition:
             try:
-                if self._expected.get(part_key(part.key, self._first_head)) is not part:
+                if self._expected.get(manifest.key) is not part:
                     raise self._unknown(manifest.key)
-                if part.joined is not None:
-                    part.joined.open(number, manifest)
-                    self._incoming[manifest.key] = part, PartWriter(part.joined, number), number
-                    return
                 if part.has_begun:
                     message = f"transfer {manifest.key.transfer_id:#x} has begun before"
                     raise LeaseExpired(message, reason="reservation_used")
                 part.has_begun = True
                 chain = part.pinned.chain if part.pinned is not None else None
-                check_transfer(manifest, part.resolved, chain, spec_of_part(manifest, self._spec))
+                check_transfer(manifest, part.resolved, chain, self._spec)
                 plan = measured_plan(manifest, part.resolved)
                 if plan is not part.resolved:
                     part.layout = self._layout(plan, part)
@@ -159,29 +141,18 @@ class PartReceiver:
             if manifest.retained_transfer_id and part.pinned is not None:
                 pinned = part.pinned.first(manifest.retained_depth, manifest.retained_tokens)
             writer = CacheWriter(part.layout, part.buffer, self._copier, pinned=pinned)
-            if manifest.num_kv_heads < self._spec.num_kv_heads:
-                part.joined = JoinedParts(
-                    manifest,
-                    self._spec,
-                    plan,
-                    writer,
-                    num_ranks=self._num_parts,
-                    is_delta=pinned is not None,
-                )
-                part.joined.open(number, manifest)
-                writer = PartWriter(part.joined, number)
-            self._incoming[manifest.key] = part, writer, number
+            self._incoming[manifest.key] = part, writer
             part.layer_rows = manifest.layer_rows
 
     @torch.inference_mode()
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """See `BlockSink.begin_layer`."""
-        self._run(key, lambda part, writer, _: writer.begin_layer(header))
+        self._run(key, lambda part, writer: writer.begin_layer(header))
 
     @torch.inference_mode()
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
-        self._run(header.key, lambda part, writer, _: writer.write(header, payload))
+        self._run(header.key, lambda part, writer: writer.write(header, payload))
 
     @torch.inference_mode()
     def commit(self, end: EndRecord) -> None:
@@ -201,14 +172,8 @@ class PartReceiver:
         """A block without a current reservation has arrived. Any thread may call this."""
         self._note(LateBlock())
 
-    def _finish(self, part: ExpectedPart, writer: CacheWriter, number: int) -> None:
-        caches, layout = writer.finish(), writer.layout
-        if part.joined is not None:
-            if not part.joined.end(number):
-                return
-            caches, layout = part.joined.finish(), part.joined.layout
-            part.joined = None
-        part.caches, part.layout = list(caches), layout
+    def _finish(self, part: ExpectedPart, writer: CacheWriter) -> None:
+        part.caches = list(writer.finish())
         positions: Sequence[Positions | None] = ()
         if all(cache.format.is_plain for cache in part.caches):
             positions = [cache.positions for cache in part.caches]
@@ -217,12 +182,11 @@ class PartReceiver:
                 key=part.key,
                 layer_rows=part.layer_rows,
                 prompt_bytes=sum(cache.used_bytes(0) for cache in part.caches),
-                size_bytes=part.layout.size_bytes,
                 positions=tuple(positions),
             )
         )
 
-    def _run(self, key: TransferKey, what: Callable[[ExpectedPart, CacheWriter, int], None]) -> None:
+    def _run(self, key: TransferKey, what: Callable[[ExpectedPart, CacheWriter], None]) -> None:
         """Raises: LeaseExpired: the reservation has ended."""
         with self._condition:
             its = self._incoming.get(key)
@@ -237,33 +201,27 @@ class PartReceiver:
                 self._fail(its[0], error)
                 raise
 
-    def _awaited(self, manifest: Manifest) -> tuple[ExpectedPart, int]:
-        """The rank's part, and which part of its heads is sent; waits if the rank may yet be told of it.
+    def _awaited(self, key: TransferKey) -> ExpectedPart:
+        """The rank's part; waits if the rank may yet be told of it.
 
         Raises: LeaseExpired: there is none.
         """
-        keys = dict(whole_keys(manifest, self._spec))
-        reservations = tuple(part_key(key, -self._first_head) for key in keys.values())
+        reservation = part_key(key, -self._first_head)
         deadline_s = time.monotonic() + _EXPECT_TIMEOUT_S
-
-        def found() -> tuple[ExpectedPart, int] | None:
-            its = ((self._expected.get(key), number) for number, key in keys.items())
-            return next(((part, number) for part, number in its if part is not None), None)
-
         with self._condition:
-            part = found()
-        while part is None and time.monotonic() < deadline_s and self._is_awaited(reservations):
+            part = self._expected.get(key)
+        while part is None and time.monotonic() < deadline_s and self._is_awaited(reservation):
             with self._condition:
-                part = self._condition.wait_for(found, _ASK_INTERVAL_S)
+                part = self._condition.wait_for(lambda: self._expected.get(key), _ASK_INTERVAL_S)
         if part is None:
-            error = self._unknown(manifest.key)
-            self._note(PartFailed(key=reservations[0], nack=encode_nack(error)))
+            error = self._unknown(key)
+            self._note(PartFailed(key=reservation, nack=encode_nack(error)))
             raise error
         return part
 
-    def _is_awaited(self, keys: tuple[TransferKey, ...]) -> bool:
+    def _is_awaited(self, key: TransferKey) -> bool:
         try:
-            return bool(self._ask(IsAwaited(keys=keys), timeout_s=_ANSWER_TIMEOUT_S))
+            return bool(self._ask(IsAwaited(key=key), timeout_s=_ANSWER_TIMEOUT_S))
         except TimeoutError:
             return False
 
@@ -276,10 +234,7 @@ class PartReceiver:
 
     def _layout(self, plan: ResolvedPlan, part: ExpectedPart) -> SequenceLayout:
         with_room = replace(plan, max_new_tokens=part.room)
-        formats = make_formats(
-            self._spec, with_room, returns_generated=part.returns_generated, num_parts=self._num_parts
-        )
-        return sequence_layout(formats)
+        return sequence_layout(make_formats(self._spec, with_room, returns_generated=part.returns_generated))
 
     def _fail(self, part: ExpectedPart, error: KvferryError) -> None:
         self._note(PartFailed(key=part.key, nack=encode_nack(error)))

@@ -20,12 +20,10 @@ from kvferry.kernels.softmax import Scaling
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.services.decode.part_receiver import ExpectedPart, PartReceiver
 from kvferry.services.decode.rank_messages import (
-    Accept,
     Copy,
     Drop,
     Expect,
     JoinBatch,
-    Layer,
     LeaveBatch,
     Listen,
     Move,
@@ -36,21 +34,13 @@ from kvferry.services.decode.rank_messages import (
     Share,
     Shrink,
     Start,
-    received,
     sent,
 )
 from kvferry.services.decode.retained import copied_rows, retained_layout
 from kvferry.services.decode.sequence import PinnedRows
 from kvferry.services.decode.step import MAX_STEPS
-from kvferry.shared.cache.arena import (
-    ArrivingLayout,
-    SequenceLayout,
-    header_of,
-    layout_like,
-    place_layer,
-    sequence_layout,
-)
-from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RetainedRows
+from kvferry.shared.cache.arena import SequenceLayout, sequence_layout
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -67,16 +57,12 @@ class _Sequence:
     """This rank's part of a sequence.
 
     Attributes:
-        arriving: the layers' places, while the leading rank takes its blocks.
-        chain: retained rows that its transfer leaves out, if the leading rank takes its blocks.
-        part: of its transfer, if this rank takes its blocks.
+        part: of its transfer, until all blocks are there.
     """
 
     layout: SequenceLayout
     buffer: Tensor
     returns_generated: bool
-    arriving: ArrivingLayout | None = None
-    chain: RetainedChain | None = None
     part: ExpectedPart | None = None
     caches: list[LayerCache] = field(default_factory=list)
 
@@ -133,7 +119,6 @@ class DecodeRank(FollowingRank):
         receiver = PartReceiver(
             self.model.spec,
             first_head=first_head,
-            num_parts=self.num_ranks,
             device=self.resolve_device(),
             note=self.note,
             ask=self.ask,
@@ -173,41 +158,9 @@ class DecodeRank(FollowingRank):
         self._receiver.expect(made.part)
 
     @_run_other.register
-    def _(self, command: Accept) -> None:
-        chain = None
-        if command.retained:
-            selections = [
-                replace(self._retained[name].retained, num_tokens=num_tokens)
-                for name, num_tokens in command.retained
-            ]
-            chain = RetainedChain(selections=tuple(selections))
-        sequence = self._made(command.plan, command.place, returns_generated=command.returns_generated)
-        sequence.chain, sequence.arriving = chain, ArrivingLayout(sequence.layout)
-        self._sequences[command.sequence] = sequence
-
-    @_run_other.register
-    def _(self, command: Layer) -> None:
-        sequence = self._sequences[command.sequence]
-        assert sequence.arriving is not None, "the leading rank takes its blocks"
-        number, tensors = len(sequence.caches), received(command.tensors)
-        its_layout = sequence.arriving.next(header_of(tensors))
-        fmt: DeltaLayer | None = None
-        if sequence.chain is not None:
-            rows = [self._retained[its.transfer_id].rows[number] for its in sequence.chain.selections]
-            fmt = DeltaLayer(its_layout.format, number, sequence.chain, rows)
-        regions = its_layout.views(sequence.buffer)
-        sequence.caches.append(place_layer(fmt or its_layout.format, regions, tensors))
-        sequence.layout = sequence.arriving.layout
-
-    @_run_other.register
     def _(self, command: Move) -> None:
         sequence = self._arrived(command.sequence)
-        moved = self._made(
-            command.plan,
-            command.place,
-            returns_generated=sequence.returns_generated,
-            like=sequence.caches,
-        )
+        moved = self._made(command.plan, command.place, returns_generated=sequence.returns_generated)
         for cache, layer in zip(sequence.caches, moved.layout.layers, strict=True):
             cache.move(layer.format, layer.views(moved.buffer))
         sequence.layout, sequence.buffer = moved.layout, moved.buffer
@@ -221,9 +174,7 @@ class DecodeRank(FollowingRank):
     @_run_other.register
     def _(self, command: Copy) -> None:
         prompt = self._prompts[command.prompt]
-        sequence = self._made(
-            command.plan, command.place, returns_generated=command.returns_generated, like=prompt
-        )
+        sequence = self._made(command.plan, command.place, returns_generated=command.returns_generated)
         sequence.caches = _copied(prompt, sequence.layout, sequence.buffer)
         self._sequences[command.sequence] = sequence
 
@@ -267,22 +218,9 @@ class DecodeRank(FollowingRank):
             sequence.part = None
         return sequence
 
-    def _made(
-        self,
-        plan: ResolvedPlan,
-        place: Place | None,
-        *,
-        returns_generated: bool,
-        like: list[LayerCache] | None = None,
-    ) -> _Sequence:
-        """A sequence without layers. Args: place: None: in host memory; like: the same prompt's layers."""
-        formats = make_formats(
-            self.model.spec, plan, returns_generated=returns_generated, num_parts=self.num_ranks
-        )
-        if like is None:
-            layout = sequence_layout(formats)
-        else:
-            layout = layout_like(formats, (cache.format for cache in like))
+    def _made(self, plan: ResolvedPlan, place: Place | None, *, returns_generated: bool) -> _Sequence:
+        """A sequence without layers. Args: place: None: in host memory."""
+        layout = sequence_layout(make_formats(self.model.spec, plan, returns_generated=returns_generated))
         buffer = torch.empty(layout.size_bytes, dtype=torch.uint8) if place is None else self._range(place)
         return _Sequence(layout=layout, buffer=buffer, returns_generated=returns_generated)
 

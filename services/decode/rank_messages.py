@@ -75,7 +75,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Take the blocks of the rank's heads straight from prefill. Answered with the endpoint, or an error.
+    """Take the blocks of the rank's heads. Answered with the endpoint, or an error.
 
     Attributes: transport: makes the rank's block server.
     """
@@ -85,7 +85,7 @@ class Listen:
 
 @dataclass(frozen=True, kw_only=True)
 class Expect:
-    """A reservation was made, whose blocks the rank takes itself.
+    """A reservation was made.
 
     Attributes:
         key: the transfer's; its id names the sequence from now on.
@@ -109,14 +109,12 @@ class PartArrived:
         key: the reservation's.
         layer_rows: as of the part's manifest.
         prompt_bytes: of the rank's part of the prompt's cache.
-        size_bytes: of its layout.
         positions: as of `Sequence`, of the rank's heads.
     """
 
     key: TransferKey
     layer_rows: tuple[int, ...]
     prompt_bytes: int
-    size_bytes: int
     positions: tuple[Positions | None, ...]
 
 
@@ -135,35 +133,10 @@ class LateBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class IsAwaited:
-    """Asked by a rank that has not been told of a transfer: whether a reservation with one of these keys
-    waits for its blocks. Answered with a bool."""
+    """Asked by a rank that has not been told of a transfer: whether a reservation with this key waits for its
+    blocks. Answered with a bool."""
 
-    keys: tuple[TransferKey, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accept:
-    """A transfer has begun.
-
-    Attributes:
-        sequence: the transfer's id, which names the sequence from now on.
-        plan: of the sequence, with the new tokens for which there is room; others likewise.
-        retained: the transfers whose rows this one leaves out, newest first, and below which token.
-    """
-
-    sequence: int
-    place: Place
-    plan: ResolvedPlan
-    returns_generated: bool
-    retained: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The next layer of a sequence's prompt: the rank's heads of it, which are valid."""
-
-    sequence: int
-    tensors: SentLayer
+    key: TransferKey
 
 
 @dataclass(frozen=True, kw_only=True)

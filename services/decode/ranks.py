@@ -1,12 +1,11 @@
 """The other ranks of a decode worker, as its leading rank sees them: each has the KV of its own heads.
 
-    receiver ── layers, divided by heads ──┐
+    receiver ── what is expected ──────────┐
     memory, retained KV ── the same moves ─┼──► ranks (`rank.py`), in one order for all
     engine ── the same slots and steps ────┘
 
 The leading rank's own sequences, arena and attention are those of a model with 1/N of the heads. What it does
-to them, the others do to theirs at the same offsets. A layer that arrives is checked for all heads here, so
-that no other rank can refuse it.
+to them, the others do to theirs at the same offsets. Each takes the blocks of its heads itself.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvferry.services.decode.rank_messages import (
-    Accept,
     Copy,
     Drop,
     Expect,
     IsAwaited,
     JoinBatch,
     LateBlock,
-    Layer,
     LeaveBatch,
     Listen,
     Move,
@@ -45,24 +41,16 @@ from kvferry.services.decode.rank_messages import (
     Shrink,
     Start,
     received,
-    sent,
 )
-from kvferry.services.decode.receiver import ArenaCopier, CacheReceiver, CacheWriter, layer_failed
+from kvferry.services.decode.receiver import CacheReceiver
 from kvferry.services.decode.retained import RetainedSelection
-from kvferry.services.decode.sequence import PinnedRows, Sequence
+from kvferry.services.decode.sequence import Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt
 from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
-from kvferry.shared.cache.arena import (
-    Allocation,
-    ArrivingLayout,
-    SequenceLayout,
-    header_of,
-    place_layer,
-    sequence_layout,
-)
-from kvferry.shared.cache.delta import DeltaLayer, RetainedChain, RowNumbers
-from kvferry.shared.compression.formats import format_class, make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat, Tensors
+from kvferry.shared.cache.arena import Allocation, SequenceLayout
+from kvferry.shared.cache.delta import RowNumbers
+from kvferry.shared.compression.formats import format_class
+from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.errors import (
@@ -90,7 +78,7 @@ class DecodeRanks:
         num_ranks: with this one.
         spec: of one rank's heads.
         returning: to be locked around `ask_returned` and `with_returned`.
-        endpoints: where the others take the blocks of their heads; empty where this rank takes all.
+        endpoints: where the others take the blocks of their heads; empty until `listen`.
 
     Args: model: whose followers are `DECODE_RANK`s.
     """
@@ -99,7 +87,6 @@ class DecodeRanks:
         self.num_ranks = model.num_ranks
         self.spec = model.part_spec
         self.returning = threading.Lock()
-        self._whole_spec = model.spec
         self._lead = model.lead
         self._dropped: deque[Drop] = deque()
         self.endpoints: tuple[str, ...] = ()
@@ -124,7 +111,7 @@ class DecodeRanks:
                 receiver.late_block()
 
         def on_question(rank: int, what: object) -> bool:
-            return isinstance(what, IsAwaited) and receiver.awaits(what.keys)
+            return isinstance(what, IsAwaited) and receiver.awaits(what.key)
 
         self._lead.on_note, self._lead.on_question = on_note, on_question
         self._tell(Listen(transport=transport))
@@ -168,8 +155,7 @@ class DecodeRanks:
     def put_together(self, sequence: Sequence) -> None:
         """What is known of a sequence of all heads, when all parts have arrived.
 
-        Raises: ProtocolMismatch: prefill measured other rows for some heads than for others, or all heads
-            together have more or fewer rows than the plan says.
+        Raises: ProtocolMismatch: prefill measured other rows for some heads than for others.
         """
         parts = [sequence.parts[rank] for rank in range(1, self.num_ranks)]
         assert sequence.manifest is not None
@@ -182,58 +168,10 @@ class DecodeRanks:
                 )
         own_bytes = sum(cache.used_bytes(0) for cache in sequence.caches)
         sequence.prompt_bytes = own_bytes + sum(part.prompt_bytes for part in parts)
-        if sequence.is_uneven:
-            self._check_together(sequence)
-        sequence.excess_bytes = max(0, *(part.size_bytes - sequence.layout.size_bytes for part in parts))
         of_ranks = [sequence.positions, *(part.positions for part in parts)]
         sequence.positions = tuple(
             None if layer[0] is None else np.concatenate(layer) for layer in zip(*of_ranks, strict=True)
         )
-
-    def _check_together(self, sequence: Sequence) -> None:
-        """Where each part has its own number of rows: whether their bytes are those of the whole."""
-        whole = sum(its.used_bytes(0) for its in make_formats(self._whole_spec, sequence.plan))
-        if sequence.prompt_bytes != whole:
-            raise ProtocolMismatch(
-                f"the parts of {self.num_ranks} ranks have {sequence.prompt_bytes} bytes together; the "
-                f"plan's layers have {whole}",
-                reason="parts",
-            )
-
-    def writer(
-        self, sequence: Sequence, buffer: Tensor, copier: ArenaCopier, pinned: PinnedRows | None
-    ) -> CacheWriter:
-        """What writes an accepted transfer, to this rank's memory and the others'."""
-        retained = () if pinned is None else pinned.chain.selections
-        self._tell(
-            Accept(
-                sequence=sequence.key.transfer_id,
-                place=_place(sequence.allocation),
-                plan=_plan(sequence),
-                returns_generated=sequence.request.store_history,
-                retained=tuple((its.transfer_id, its.num_tokens) for its in retained),
-            )
-        )
-        # no new tokens: a layer is put together here only
-        formats = make_formats(self._whole_spec, replace(sequence.plan, max_new_tokens=1))
-        layouts = {id(fmt): sequence_layout((fmt,)) for fmt in formats}
-        return DividedWriter(
-            self,
-            sequence,
-            buffer,
-            copier,
-            whole=SequenceLayout(
-                layers=tuple(layouts[id(fmt)].layers[0] for fmt in formats),
-                size_bytes=max(its.size_bytes for its in layouts.values()),
-            ),
-            pinned=pinned,
-        )
-
-    def layer(self, sequence: Sequence, parts: list[Tensors]) -> None:
-        """Give the others their parts of the next layer. Args: parts: of rank 1 and those after it."""
-        name = sequence.key.transfer_id
-        self._flush()
-        self._lead.commands([Layer(sequence=name, tensors=sent(part)) for part in parts])
 
     def used_bytes(self, sequence: Sequence) -> int:
         """Bytes that all ranks use for a sequence. Segments that are packed while tokens are generated count
@@ -339,88 +277,6 @@ class DecodeRanks:
     def _flush(self) -> None:
         while self._dropped:
             self._lead.command(self._dropped.popleft())
-
-
-class DividedWriter(CacheWriter):
-    """Writes one sequence's layers to several ranks.
-
-    A layer is put together in host memory, checked there as a whole, and divided by its heads.
-
-    Args: whole: of all heads; every layer in the same memory.
-    """
-
-    def __init__(
-        self,
-        ranks: DecodeRanks,
-        sequence: Sequence,
-        buffer: Tensor,
-        copier: ArenaCopier,
-        *,
-        whole: SequenceLayout,
-        pinned: PinnedRows | None,
-    ) -> None:
-        host = torch.empty(whole.size_bytes, dtype=torch.uint8)
-        super().__init__(whole, host, copier, pinned=pinned)
-        self._ranks = ranks
-        self._sequence = sequence
-        self._own_buffer = buffer
-        self._of_ranks = [ArrivingLayout(sequence.layout) for _ in range(ranks.num_ranks)]
-        self._prompt_bytes = 0
-        self._chain: RetainedChain | None = None
-        if pinned is not None:
-            number = ranks.spec.num_kv_heads
-            selections = tuple(its.of_heads(0, number) for its in pinned.chain.selections)
-            self._chain = RetainedChain(selections=selections)
-
-    def _open_when_complete(self) -> None:
-        if self._missing_bytes:
-            return
-        layer, fmt, whole = self._num_layers, self._receiving, self._its_format
-        try:
-            if isinstance(fmt, DeltaLayer):
-                fmt.find(self._tensors)
-                index = self._tensors.get("index")
-                positions = None if index is None else index.numpy()
-                self._prompt_bytes += whole.used_bytes(0)
-            else:
-                cache = fmt.open(self._regions, self._tensors)
-                cache.settle()
-                positions = cache.positions
-                self._prompt_bytes += cache.used_bytes(0)
-            whole.check_finite(self._tensors)
-            parts = fmt.parts(self._tensors, self._ranks.num_ranks)
-            headers = [header_of(part) for part in parts]
-            layouts = [its.next(header) for its, header in zip(self._of_ranks, headers, strict=True)]
-            regions = layouts[0].views(self._own_buffer)
-            for its, header in zip(layouts[1:], headers[1:], strict=True):
-                # a layer that fits may be divided unevenly
-                self._part_format(layer, its.format).receive(header, regions)
-            own, *others = parts
-            self._ranks.layer(self._sequence, others)
-            own_cache = place_layer(self._part_format(layer, layouts[0].format), regions, own)
-        except InvalidTensors as error:
-            raise layer_failed(layer, error) from error
-        own_cache.positions = positions  # of all heads, as prefill knows them
-        self._caches.append(own_cache)
-        self._num_layers += 1
-        self._tensors, self._pieces = {}, []
-        if self._num_layers == self._all_layers:
-            sizes = [its.layout.size_bytes for its in self._of_ranks]
-            self._sequence.prompt_bytes = self._prompt_bytes
-            self._sequence.excess_bytes = max(sizes) - sizes[0]
-
-    @property
-    def layout(self) -> SequenceLayout:
-        """Of this rank's part."""
-        return self._of_ranks[0].layout
-
-    def _part_format(self, layer: int, fmt: LayerFormat) -> LayerFormat | DeltaLayer:
-        """What receives this rank's part of a layer. Args: fmt: the part's."""
-        if self._chain is None:
-            return fmt
-        assert self._pinned is not None
-        rows = [layers[layer] for layers in self._pinned.layers]
-        return DeltaLayer(fmt, layer, self._chain, rows)
 
 
 class RanksRunner(StepRunner):

@@ -20,7 +20,6 @@ import torch
 from opentelemetry.trace import Span
 from torch import Tensor
 
-from kvferry.services.decode.joined_parts import JoinedParts, spec_of_part, whole_keys
 from kvferry.services.decode.rank_messages import PartArrived, PartFailed
 from kvferry.services.decode.sequence import (
     PinnedRows,
@@ -30,18 +29,11 @@ from kvferry.services.decode.sequence import (
     written_so_far,
 )
 from kvferry.services.decode.shared_prompts import SharedPrompts
-from kvferry.shared.cache.arena import (
-    Allocation,
-    ArrivingLayout,
-    ByteArena,
-    LayerLayout,
-    SequenceLayout,
-    sequence_layout,
-)
+from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat, Specs
+from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
@@ -123,9 +115,7 @@ class CacheWriter:
     def __init__(
         self, layout: SequenceLayout, buffer: Tensor, copier: ArenaCopier, *, pinned: PinnedRows | None = None
     ) -> None:
-        self._arriving = ArrivingLayout(layout)
-        self._all_layers = len(layout.layers)
-        self._its_format: LayerFormat
+        self._layout = layout
         self._receiving: LayerFormat | DeltaLayer
         """Of the layer that has begun."""
         self._buffer = buffer
@@ -146,14 +136,14 @@ class CacheWriter:
                 format.
         """
         layer = self._num_layers
-        if header.layer != layer or layer == self._all_layers or self._missing_bytes:
+        if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
             raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
         specs = {
             its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
         }
         try:
-            place = self._place(specs)
-            self._its_format, self._regions = place.format, place.views(self._buffer)
+            place = self._layout.layers[layer]
+            self._regions = place.views(self._buffer)
             self._receiving = self._format(layer)
             self._tensors = self._receiving.receive(specs, self._regions)
         except InvalidTensors as error:
@@ -182,7 +172,11 @@ class CacheWriter:
 
         Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
         """
-        self._check_complete()
+        if self._num_layers != len(self._layout.layers):
+            raise TransferFailed(
+                f"layer {self._num_layers} is incomplete: {self._missing_bytes} bytes are missing",
+                reason="incomplete",
+            )
         for layer, cache in enumerate(self._caches):
             if not cache.settles:
                 continue
@@ -192,76 +186,25 @@ class CacheWriter:
                 raise layer_failed(layer, error) from error
         return tuple(self._caches)
 
-    def _check_complete(self) -> None:
-        if self._num_layers != self._all_layers:
-            raise TransferFailed(
-                f"layer {self._num_layers} is incomplete: {self._missing_bytes} bytes are missing",
-                reason="incomplete",
-            )
-
     def _open_when_complete(self) -> None:
         if self._missing_bytes:
             return
         layer = self._num_layers
         try:
             cache = self._receiving.open(self._regions, self._tensors)
-            self._its_format.check_finite(self._tensors)
+            self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         self._caches.append(cache)
         self._num_layers += 1
         self._tensors, self._pieces = {}, []
 
-    @property
-    def layout(self) -> SequenceLayout:
-        """What the layers take, once all have arrived."""
-        return self._arriving.layout
-
-    def _place(self, header: Specs) -> LayerLayout:
-        """Where the next layer is written. Raises: InvalidTensors: it is larger than it may be."""
-        return self._arriving.next(header)
-
     def _format(self, layer: int) -> LayerFormat | DeltaLayer:
         """What receives the layer that has begun."""
-        fmt = self._its_format
+        fmt = self._layout.layers[layer].format
         if self._pinned is None:
             return fmt
         return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])
-
-
-class PartWriter(CacheWriter):
-    """Writes the layers of one of several parts to host memory, each to its own, and gives them to be joined.
-
-    Args: number: the part's.
-    """
-
-    def __init__(self, joined: JoinedParts, number: int) -> None:
-        layout, copier = sequence_layout(joined.part_formats), ArenaCopier(0, torch.device("cpu"))
-        super().__init__(layout, torch.empty(0), copier)
-        self._joined = joined
-        self._number = number
-
-    def _place(self, header: Specs) -> LayerLayout:
-        layout = sequence_layout((self._joined.part_formats[self._num_layers].sized(header),))
-        self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        return layout.layers[0]
-
-    def finish(self) -> tuple[LayerCache, ...]:
-        """Nothing; see `JoinedParts.finish`. Raises: as the base class."""
-        self._check_complete()
-        return ()
-
-    def _open_when_complete(self) -> None:
-        if self._missing_bytes:
-            return
-        tensors = self._tensors
-        self._tensors, self._pieces, self._regions = {}, [], {}
-        self._num_layers += 1
-        self._joined.add(self._number, self._num_layers - 1, tensors)
-
-    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        fmt = self._its_format
-        return DeltaLayer(fmt, layer, RetainedChain(selections=()), ()) if self._joined.is_delta else fmt
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -280,14 +223,10 @@ def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Incoming:
-    """An open transfer. Used only by the block server's thread.
-
-    Attributes: number: of the part, if this process's heads come in several.
-    """
+    """An open transfer. Used only by the block server's thread."""
 
     sequence: Sequence
     writer: CacheWriter
-    number: int
     started_s: float
     span: Span
 
@@ -300,7 +239,6 @@ class CacheReceiver:
     Args:
         ranks: the worker's other ranks, which get their heads of each layer.
         prompts: gets the prompts that siblings share.
-        shrink: releases what an allocation has beyond this many bytes.
         submit: passes a complete sequence and its first token to the engine.
     """
 
@@ -313,13 +251,13 @@ class CacheReceiver:
         *,
         prompts: SharedPrompts,
         clock: Callable[[], float],
-        shrink: Callable[[Allocation, int], Allocation],
         submit: Callable[[Sequence, SampledToken], None],
         ranks: DecodeRanks | None = None,
     ) -> None:
         self._ranks = ranks
         self._spec = spec
-        self._shrink = shrink
+        self._part_spec = spec if ranks is None else ranks.spec
+        """Of the heads whose blocks are taken here."""
         self._arena = arena
         self._reservations = reservations
         self._metrics = metrics
@@ -332,13 +270,13 @@ class CacheReceiver:
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
         try:
-            sequence, writer, number = self._accept(manifest)
+            sequence, writer = self._accept(manifest)
         except KvferryError as error:
             self._metrics.receive_failed.labels(error.reason).inc()
             raise
         span = begin("receive", context_of({"traceparent": manifest.traceparent}))
         self._incoming[manifest.key] = _Incoming(
-            sequence=sequence, writer=writer, number=number, started_s=self._clock(), span=span
+            sequence=sequence, writer=writer, started_s=self._clock(), span=span
         )
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
@@ -354,22 +292,14 @@ class CacheReceiver:
     def commit(self, end: EndRecord) -> None:
         """See `BlockSink.commit`."""
         with self._in_transfer(end.key) as incoming:
-            sequence, is_whole = incoming.sequence, False
-            if incoming.number == 0:
-                first_token = checked_first_token(end.first_token, sequence.request, self._spec)
-                sequence.first = first_token, incoming.started_s
-            caches, joined = incoming.writer.finish(), sequence.joined
-            if joined is None or joined.end(incoming.number):
-                layout = incoming.writer.layout
-                if joined is not None:
-                    caches, layout = joined.finish(), joined.layout
-                sequence.caches, sequence.layout = caches, layout
-                sequence.written = written_so_far(self._arena.device)
-                if all(cache.format.is_plain for cache in caches):
-                    sequence.positions = tuple([cache.positions for cache in caches])
-                sequence.joined = None
-                sequence.arrived = sequence.first
-                is_whole = self._is_whole(sequence)
+            sequence = incoming.sequence
+            first_token = checked_first_token(end.first_token, sequence.request, self._spec)
+            sequence.caches = incoming.writer.finish()
+            sequence.written = written_so_far(self._arena.device)
+            if all(cache.format.is_plain for cache in sequence.caches):
+                sequence.positions = tuple([cache.positions for cache in sequence.caches])
+            sequence.arrived = first_token, incoming.started_s
+            is_whole = self._is_whole(sequence)
         del self._incoming[end.key]
         incoming.span.end()
         if is_whole:
@@ -380,12 +310,10 @@ class CacheReceiver:
         this."""
         self._metrics.late_blocks.inc()
 
-    def awaits(self, keys: tuple[TransferKey, ...]) -> bool:
-        """Whether a reservation with one of these keys waits for blocks. Any thread may call this."""
-        for key in keys:
-            with contextlib.suppress(LeaseExpired):
-                state = self._reservations.find(key).state
-                return state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
+    def awaits(self, key: TransferKey) -> bool:
+        """Whether a reservation with this key waits for blocks. Any thread may call this."""
+        with contextlib.suppress(LeaseExpired):
+            return self._reservations.find(key).state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
         return False
 
     def part_arrived(self, rank: int, part: PartArrived) -> None:
@@ -421,7 +349,7 @@ class CacheReceiver:
 
         Raises: ProtocolMismatch: their parts do not belong together.
         """
-        if self._ranks is not None and self._ranks.endpoints:
+        if self._ranks is not None:
             if len(sequence.parts) < self._ranks.num_ranks - 1:
                 return False
             self._ranks.put_together(sequence)
@@ -429,8 +357,6 @@ class CacheReceiver:
         if sequence.request.num_siblings:
             self._prompts.put(sequence)
         self._arena.advance(sequence.allocation, "running")
-        if self._ranks is not None and sequence.is_uneven:
-            sequence.allocation = self._shrink(sequence.allocation, sequence.size_bytes(sequence.layout))
         sequence.committed_s = self._clock()
         sequence.state = SequenceState.READY
         return True
@@ -474,23 +400,9 @@ class CacheReceiver:
                 sequence.close(error)
                 raise
 
-    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter, int]:
-        """Returns: also the number of the part."""
-        # of this process's heads, if the other ranks take theirs
-        spec = self._ranks.spec if self._ranks is not None and self._ranks.endpoints else self._spec
-        is_joined = manifest.num_kv_heads < spec.num_kv_heads
-        if is_joined:
-            sequence, number = self._find(manifest, spec)
-        else:
-            sequence, number = self._reservations.find(manifest.key), 0
+    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter]:
+        sequence = self._reservations.find(manifest.key)
         with sequence.lock:
-            if sequence.state is SequenceState.IN_TRANSFER and sequence.joined is not None:
-                try:
-                    sequence.joined.open(number, manifest)
-                    return sequence, PartWriter(sequence.joined, number), number
-                except KvferryError as error:
-                    sequence.close(error)
-                    raise
             if sequence.state is not SequenceState.RESERVED:
                 raise LeaseExpired(
                     f"the reservation of transfer {manifest.key.transfer_id:#x} is {sequence.state.value}; "
@@ -499,49 +411,25 @@ class CacheReceiver:
                 )
             try:
                 chain = sequence.pinned.chain if sequence.pinned is not None else None
-                sent = spec_of_part(manifest, spec) if is_joined else spec
-                check_transfer(manifest, sequence.resolved, chain, sent)
+                check_transfer(manifest, sequence.resolved, chain, self._part_spec)
                 self._lay_out_measured(manifest, sequence)
             except KvferryError as error:
                 sequence.close(error)
                 raise
             self._arena.advance(sequence.allocation, "in_transfer")
             sequence.state = SequenceState.IN_TRANSFER
-            sequence.manifest = replace(manifest, key=sequence.key)  # of any part
-            pinned, is_part = sequence.pinned, self._ranks is not None and bool(self._ranks.endpoints)
+            sequence.manifest = manifest
+            pinned = sequence.pinned
             if not manifest.retained_transfer_id or pinned is None:
-                if not is_part:  # others may need them
+                if self._ranks is None:  # others may need them
                     sequence.release_retained()
                 pinned = None
             else:
                 pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
+                if self._ranks is not None:
+                    pinned = pinned.of_heads(0, self._part_spec.num_kv_heads)
             buffer = self._arena.buffer(sequence.allocation)
-            if is_part and pinned is not None:
-                assert self._ranks is not None
-                pinned = pinned.of_heads(0, self._ranks.spec.num_kv_heads)
-            if self._ranks is not None and not is_part:
-                writer: CacheWriter = self._ranks.writer(sequence, buffer, self._copier, pinned)
-            else:
-                writer = CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
-            if is_joined:
-                sequence.joined = JoinedParts(
-                    manifest,
-                    spec,
-                    sequence.plan,
-                    writer,
-                    num_ranks=self._spec.num_kv_heads // spec.num_kv_heads,
-                    is_delta=pinned is not None,
-                )
-                sequence.joined.open(number, manifest)
-                writer = PartWriter(sequence.joined, number)
-            return sequence, writer, number
-
-    def _find(self, manifest: Manifest, spec: ModelSpec) -> tuple[Sequence, int]:
-        """The sequence, and which part of the heads of `spec` it is. Raises: LeaseExpired: there is none."""
-        for number, key in whole_keys(manifest, spec):
-            with contextlib.suppress(LeaseExpired):
-                return self._reservations.find(key), number
-        return self._reservations.find(manifest.key), 0
+            return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
 
     def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
         """Lay the rows that prefill measured out in the reserved bytes, which suffice for any division."""
@@ -549,13 +437,8 @@ class CacheReceiver:
             return
         sequence.plan = measured_plan(manifest, sequence.resolved)
         with_room = replace(sequence.plan, max_new_tokens=sequence.room)
-        spec = self._spec if self._ranks is None else self._ranks.spec
-        formats = make_formats(
-            spec,
-            with_room,
-            returns_generated=sequence.request.store_history,
-            num_parts=1 if self._ranks is None else self._ranks.num_ranks,
-        )
+        stores = sequence.request.store_history
+        formats = make_formats(self._part_spec, with_room, returns_generated=stores)
         sequence.layout = sequence_layout(formats)
         size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
         assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)

@@ -34,7 +34,6 @@ from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.sender import OutgoingTransfer
 
 if TYPE_CHECKING:
-    from kvferry.services.decode.joined_parts import JoinedParts
     from kvferry.services.decode.rank_messages import PartArrived
 
 _log = structlog.get_logger(__name__)
@@ -163,7 +162,6 @@ class Sequence:
 
     Attributes:
         layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted;
-            where the heads of each rank have other sizes, with room for the largest until all have arrived.
         room: new tokens for which the layout has room; `memory.py` adds more.
         router: whose request it is; its status calls move the lease.
         lease_until_s: when it is closed unless its transfer is complete by then.
@@ -176,12 +174,8 @@ class Sequence:
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
         prompt_bytes: of the prompt's cache in all ranks, if there are several.
-        excess_bytes: what the largest layout of a rank takes beyond this one's. The range of the arena is the
-            same in every rank.
-        joined: this process's heads, while they come in parts.
-        first: the first token, and the seconds at which the transfer began that brought it.
-        arrived: the same, once all blocks are there that this process takes; `parts`: what other ranks have
-            taken straight from prefill, by rank.
+        arrived: the first token and the seconds at which the transfer began that brought it, once all blocks
+            are there that this process takes; `parts`: what other ranks have taken, by rank.
         written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
@@ -214,9 +208,6 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
     prompt_bytes: int = 0
-    excess_bytes: int = 0
-    joined: JoinedParts | None = None
-    first: tuple[SampledToken, float] | None = None
     arrived: tuple[SampledToken, float] | None = None
     parts: dict[int, PartArrived] = field(default_factory=dict)
     committed_s: float | None = None
@@ -247,16 +238,6 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens that may still be generated."""
         return self.resolved.max_new_tokens - self.num_tokens
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether it is divided among ranks whose parts have different sizes."""
-        formats = [layer.format for layer in self.layout.layers]
-        return any(fmt.shares_rows and fmt.shape.num_parts > 1 for fmt in formats)
-
-    def size_bytes(self, layout: SequenceLayout) -> int:
-        """What a range must have that this layout, and that of every other rank, fits."""
-        return layout.size_bytes + self.excess_bytes
 
     def take(self, token: SampledToken) -> FinishReason | None:
         """Add a token to the completion. Returns why the completion ends with it, or None."""
@@ -321,7 +302,6 @@ class Sequence:
             if self.state is SequenceState.CLOSED:
                 return False
             self.state = SequenceState.CLOSED
-            self.joined = None
             self.enter_stage("")
             self.release_retained()
             self.forget(self)  # before its bytes are released, which other ranks then no longer write to

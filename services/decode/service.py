@@ -94,7 +94,7 @@ class DecodeService:
         sender: returns generated KV to prefill; closed with the service.
         on_device_lost: see `DecodeEngine`.
         sweep_interval_s: interval between checks for expired leases.
-        rank_transport: with which other ranks take the blocks of their heads; None: the first takes all.
+        rank_transport: with which other ranks take the blocks of their heads; None with one rank.
     """
 
     def __init__(
@@ -198,7 +198,6 @@ class DecodeService:
             metrics,
             prompts=self._prompts,
             clock=clock,
-            shrink=self._scheduler.shrink,
             submit=self._engine.submit,
             ranks=ranks,
         )
@@ -236,8 +235,8 @@ class DecodeService:
                 arena_bytes=self._arena.size_bytes,
                 max_batch_size=self._config.max_batch_size,
             )
-            if self._rank_transport is not None:
-                await asyncio.to_thread(self._ranks.listen, self._rank_transport, self._receiver)
+            assert self._rank_transport is not None, "there are other ranks"
+            await asyncio.to_thread(self._ranks.listen, self._rank_transport, self._receiver)
         self._server = self._server_factory(self._receiver)
         self._engine.start()
         self._sweeper.start()
@@ -377,21 +376,12 @@ class DecodeService:
                 plans = laid_out = [self._memory.within_arena(its, returns_generated=stores) for its in plans]
                 room = min(room, *(plan.max_new_tokens for plan in plans))
         layouts = [
-            self._memory.layout(
-                plan,
-                room,
-                returns_generated=request.store_history,
-                like=shared.layout if shared is not None else None,
-            )
-            for plan in laid_out
+            self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
         ]
-        excess_bytes = shared.excess_bytes if shared is not None else 0
         if self._ranks is not None:
             self._ranks.check(layouts[0], request.plan.method)
         sizes_bytes = [
-            measured_limit_bytes(layout)
-            if shared is None and is_measured(plan)
-            else layout.size_bytes + excess_bytes
+            measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
         grammar = request.sampling.grammar
@@ -441,13 +431,12 @@ class DecodeService:
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
             release=self._scheduler.release,
             forget=self._reservations.remove if self._ranks is None else self._forget,
-            excess_bytes=excess_bytes,
         )
         # only plain rows can be reused
         if shared is None and all(layer.format.is_plain for layer in layout.layers):
             sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
-        if self._ranks is not None and self._ranks.endpoints and shared is None:
+        if self._ranks is not None and shared is None:
             self._ranks.expect(sequence)
         return sequence, lease_s
 

@@ -33,7 +33,7 @@ class SharedPrompt:
         room: new tokens for which `caches` have room.
         transfer_id: of the transfer that brought it.
         layout: of `caches`.
-        prompt_bytes, excess_bytes: as of `Sequence`.
+        prompt_bytes: as of `Sequence`.
     """
 
     token_ids: tuple[int, ...]
@@ -46,7 +46,6 @@ class SharedPrompt:
     layout: SequenceLayout
     transfer_id: int
     prompt_bytes: int
-    excess_bytes: int
 
     def copied(self, layout: SequenceLayout, buffer: torch.Tensor) -> tuple[LayerCache, ...]:
         """The layers of a sequence of its own. Args: layout: with room for as many tokens, or more."""
@@ -104,7 +103,6 @@ class SharedPrompts:
             layout=layout,
             transfer_id=sequence.key.transfer_id,
             prompt_bytes=sequence.prompt_bytes,
-            excess_bytes=sequence.excess_bytes,
         )
         if self._ranks is not None:
             self._ranks.share(sequence, prompt)

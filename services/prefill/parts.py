@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +18,13 @@ class PartedTransfer:
     """The heads of one rank of prefill, or of all. Has what prefill uses of an `OutgoingTransfer`; see there.
     Each part is one, which is acknowledged by its own rank. If one fails, all do.
 
-        prefill   | rank 0    | rank 1    |        | 0   | 1   | 2   | 3   |
-        parts     | 0   | 1   | 2   | 3   |        | 0   | 1   | 2   | 3   |
-        decode    | 0   | 1   | 2   | 3   |        | rank 0    | rank 1    |
+        prefill        | rank 0    | rank 1    |
+        parts, decode  | 0   | 1   | 2   | 3   |
 
     Args:
         manifest: of all heads.
         formats: of the layers, of this rank's heads.
-        rank, num_ranks: of prefill, where each ships its heads itself.
+        rank, num_ranks: of prefill, where each ships its heads itself; decode has as many or a multiple.
 
     Raises: TransferFailed: the heads cannot be divided among so many ranks, or as `BlockSender.open`.
     """
@@ -43,24 +41,22 @@ class PartedTransfer:
         num_ranks: int = 1,
     ) -> None:
         endpoints = (ticket.endpoint, *ticket.part_endpoints)
-        num_at_decode, left = divmod(manifest.num_kv_heads, len(endpoints))
+        num_heads, left = divmod(manifest.num_kv_heads, len(endpoints))
         if left:
             raise TransferFailed(
                 f"the ticket has endpoints of {len(endpoints)} ranks; the model's {manifest.num_kv_heads} KV "
                 "heads must be a multiple of that",
                 reason="parts",
             )
-        num_own = manifest.num_kv_heads // num_ranks
-        num_heads = math.gcd(num_own, num_at_decode)
+        num_own = len(endpoints) // num_ranks
         self._formats = formats
         self._parts: list[OutgoingTransfer] = []
         try:
-            for first in range(rank * num_own, (rank + 1) * num_own, num_heads):
-                endpoint = endpoints[first // num_at_decode]
-                key = part_key(manifest.key, first)
+            for number in range(rank * num_own, (rank + 1) * num_own):
+                key = part_key(manifest.key, number * num_heads)
                 self._parts.append(
                     sender.open(
-                        replace(ticket, endpoint=endpoint, transfer_id=key.transfer_id),
+                        replace(ticket, endpoint=endpoints[number], transfer_id=key.transfer_id),
                         replace(manifest, key=key, num_kv_heads=num_heads),
                         timeout_s=timeout_s,
                     )

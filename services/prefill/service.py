@@ -339,6 +339,13 @@ class PrefillService:
                 f"the request is for model {request.model_fingerprint}; this worker has {spec.fingerprint}",
                 reason="model_fingerprint",
             )
+        num_ranks, num_at_decode = self._model.num_ranks, 1 + len(request.ticket.part_endpoints)
+        if num_at_decode % num_ranks:
+            raise ProtocolMismatch(
+                f"the decode worker has {num_at_decode} ranks; it must have a multiple of the {num_ranks} of "
+                "this prefill worker",
+                reason="ranks",
+            )
         if not prompt:
             raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", param="prompt")
         max_tokens = request.sampling.max_tokens

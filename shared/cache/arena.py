@@ -13,7 +13,7 @@ import bisect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class ByteArena:
 
         reserve ──► reserved ──► in_transfer ──► running ──► retained ──► free
            │            └──────────────┴────────────┴────────────────────► free
-           └──────── a running sequence moves ─────► running ──shrink──► running, its end free
+           └──────── a running sequence moves ─────► running
 
     Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
     exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
@@ -188,24 +188,6 @@ class ByteArena:
             del self._allocations[allocation.offset], self._states[allocation.offset]
             self._give_back(allocation.offset, allocation.size_bytes, state)
 
-    def shrink(self, allocation: Allocation, size_bytes: int) -> Allocation:
-        """Release the end of a range; what is left begins where it did and has the same state.
-
-        Args: size_bytes: as of `reserve`; at most the allocation's.
-        Raises:
-            KvferryError: the allocation does not exist.
-        """
-        needed = self.needed_bytes(size_bytes)
-        released = allocation.size_bytes - needed
-        assert released >= 0, f"allocation has {allocation.size_bytes} bytes; it cannot become {needed}"
-        if not released:
-            return allocation
-        with self.lock:
-            state = self._state_of(allocation)
-            smaller = self._allocations[allocation.offset] = replace(allocation, size_bytes=needed)
-            self._give_back(allocation.offset + needed, released, state)
-        return smaller
-
     def buffer(self, allocation: Allocation) -> Tensor:
         """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
@@ -283,30 +265,9 @@ def align(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class Receiving(Protocol):
-    """What places a layer's tensors: its format, or the delta of one."""
-
-    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]: ...
-
-    def open(self, regions: Tensors, tensors: Tensors) -> LayerCache: ...
-
-
 def header_of(tensors: Tensors) -> Specs:
     """What announces these tensors."""
     return {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
-
-
-def place_layer(fmt: Receiving, regions: Tensors, tensors: Tensors) -> LayerCache:
-    """Write a layer's tensors to its regions and open it, as if it had been received.
-
-    Raises: InvalidTensors: the tensors are not those of the format.
-    """
-    places = fmt.receive(header_of(tensors), regions)
-    for name, place in places.items():
-        place.copy_(tensors[name])
-    cache = fmt.open(regions, places)
-    cache.settle()
-    return cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +289,13 @@ class LayerLayout:
 
         Args: buffer: as in `views`; tensors: as `LayerFormat.compress` returned them, on any device.
         """
-        return place_layer(self.format, self.views(buffer), tensors)
+        regions = self.views(buffer)
+        places = self.format.receive(header_of(tensors), regions)
+        for name, place in places.items():
+            place.copy_(tensors[name])
+        cache = self.format.open(regions, places)
+        cache.settle()
+        return cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,58 +314,13 @@ def sequence_layout(formats: Iterable[LayerFormat]) -> SequenceLayout:
     """Place the regions of every layer one after another."""
     layers, offset = list[LayerLayout](), 0
     for fmt in formats:
-        layer, offset = _placed(fmt, offset)
-        layers.append(layer)
+        regions = {}
+        for name, wanted in fmt.regions().items():
+            region = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
+            offset += align(region.size_bytes)
+            regions[name] = region
+        layers.append(LayerLayout(format=fmt, regions=regions))
     return SequenceLayout(layers=tuple(layers), size_bytes=offset)
-
-
-def _placed(fmt: LayerFormat, offset: int) -> tuple[LayerLayout, int]:
-    """A layer whose regions begin there, and where they end."""
-    regions = {}
-    for name, wanted in fmt.regions().items():
-        region = Region(offset=offset, shape=wanted.placed_shape, dtype=wanted.dtype)
-        offset += align(region.size_bytes)
-        regions[name] = region
-    return LayerLayout(format=fmt, regions=regions), offset
-
-
-def layout_like(formats: Iterable[LayerFormat], like: Iterable[LayerFormat]) -> SequenceLayout:
-    """The layout of formats that have the tensors of these layers; see `LayerFormat.sized`.
-
-    Args: formats: of the same plan, with room for as many new tokens or for others.
-    """
-    return sequence_layout(fmt.sized(its.tensors()) for fmt, its in zip(formats, like, strict=True))
-
-
-class ArrivingLayout:
-    """The layout of a sequence whose layers arrive in order. Where the sizes of a layer are known only when
-    it is announced (`LayerFormat.sized`), it takes what it needs, and the next one follows it.
-
-    Args: planned: with as much room for each layer as it may need.
-
-    Attributes:
-        layout: `planned`, and in the end what the layers have taken, which is as large or smaller.
-    """
-
-    def __init__(self, planned: SequenceLayout) -> None:
-        self.layout = planned
-        self._planned = planned
-        self._layers: list[LayerLayout] = []
-        self._end: int | None = None
-        """Of the last layer; None as long as all have the planned sizes."""
-
-    def next(self, header: Specs) -> LayerLayout:
-        """The next layer. Raises: InvalidTensors: it is larger than planned."""
-        planned = self._planned.layers[len(self._layers)]
-        fmt = planned.format.sized(header)
-        if self._end is None and fmt is not planned.format:
-            self._end = min(its.offset for its in planned.regions.values())
-        if self._end is not None:
-            planned, self._end = _placed(fmt, self._end)
-        self._layers.append(planned)
-        if self._end is not None and len(self._layers) == len(self._planned.layers):
-            self.layout = SequenceLayout(layers=tuple(self._layers), size_bytes=self._end)
-        return planned
 
 
 def measured_limit_bytes(layout: SequenceLayout) -> int:

@@ -200,11 +200,6 @@ def delta_parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[
     return parts
 
 
-def delta_joined(parts: Sequence[Tensors]) -> Tensors:
-    """As `LayerFormat.joined`, of a delta's tensors."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 @dataclass(frozen=True, eq=False)
 class DeltaLayer:
     """Decode's side of a delta of one layer of plain rows, with the `receive` and `open` of a `LayerFormat`.
@@ -255,10 +250,6 @@ class DeltaLayer:
                 reason="retained_rows",
             )
         return which, numbers
-
-    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        """See `delta_parts`."""
-        return delta_parts(self.format, tensors, num_parts)
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
         """Copy the retained rows within the arena, write the received rows, and open the layer.

@@ -65,7 +65,6 @@ class LayerShape:
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
         state: as of `LayerSpec`; such a layer has nothing else.
-        num_parts: in how many equal parts the layer's heads are divided, of which this is one.
     """
 
     num_prompt_tokens: int
@@ -78,7 +77,6 @@ class LayerShape:
     returns_generated: bool = False
     fingerprint: str = ""
     state: tuple[StateSpec, ...] = ()
-    num_parts: int = 1
 
     @property
     def num_new_rows(self) -> int:
@@ -223,6 +221,12 @@ class Scorer(Protocol):
     @property
     def depends_on_rows(self) -> bool:
         """Whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
+        ...
+
+    @property
+    def scores_heads_apart(self) -> bool:
+        """Whether a KV head's scores are the same whichever others are scored with it. Then each rank of a
+        worker of several compresses its heads itself."""
         ...
 
     def __call__(self, inputs: LayerInputs) -> Tensor:

@@ -1,7 +1,6 @@
 """The transport under sender and server: how frames travel and how a thread waits for them.
 
-Shared memory (`shared_memory.py`), sealed TCP (`sealed.py`), ZeroMQ (`zmq.py`) and in-process queues
-(`in_process.py`) implement it.
+Shared memory (`shared_memory.py`), ZeroMQ (`zmq.py`) and in-process queues (`in_process.py`) implement it.
 Once open, a channel belongs to one I/O thread, which polls it, sends and closes it; other threads may call
 `wake` only. Frames are not interpreted here.
 """

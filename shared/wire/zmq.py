@@ -1,7 +1,11 @@
 """The ZeroMQ channels: DEALER sockets that connect, a ROUTER that binds; tcp:// and ipc:// endpoints.
 
-Place in the request's path: between machines of a private network, under `shared_memory.py`, which processes
-of one machine use. Payloads are not copied in Python. With keys `sealed.py` is in its place.
+Place in the request's path: between machines, under `shared_memory.py`, which processes of one machine use.
+Payloads are not copied in Python.
+
+With keys both ends use CURVE, libzmq's own (https://rfc.zeromq.org/spec/26): a sender knows the receiver by
+its role's public key, and a receiver lets only that of the role in that may send to it (ZAP,
+https://rfc.zeromq.org/spec/27). What is sent is encrypted, each connection with keys of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import time
 from collections.abc import Sequence, Set
 from typing import Any
 
+import structlog
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from kvferry.shared.certs import BlockKeys
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.serving import HANDSHAKE_S
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
@@ -31,20 +38,35 @@ IDLE_CONNECTION_S = 30.0
 BATCH_MESSAGES = 32
 _SCHEMES = ("tcp://", "ipc://")
 _WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
-_LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_FAILED_EVENTS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_LOST_EVENTS = zmq.EVENT_DISCONNECTED | _FAILED_EVENTS
+_CURVE_BYTES = 64
+"""More than CURVE adds to a frame."""
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_TELL_INTERVAL_S = 10.0
 _Socket = zmq.Socket[bytes]
+
+_log = structlog.get_logger(__name__)
 
 
 class _ZmqChannel:
     """A context, a poller, and a socket pair by which any thread wakes the one that polls: ZeroMQ's sockets
-    may be used by their own thread only."""
+    may be used by their own thread only.
 
-    def __init__(self) -> None:
+    Args: keys: this worker's; None: whoever reaches the other end is believed.
+
+    Attributes: refused: connections that were ended before they were one: the other end had no key that is
+        known here, or took too long.
+    """
+
+    def __init__(self, keys: BlockKeys | None) -> None:
+        self.refused = 0
+        self._keys = keys
+        self._told_at_s = float("-inf")
         self._poller = zmq.Poller()
         self._context: zmq.Context[_Socket] | None = None
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -84,10 +106,28 @@ class _ZmqChannel:
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.SNDHWM, send_messages)
         made.setsockopt(zmq.RCVHWM, receive_messages)
-        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES))
+        made.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER_BYTES) + (_CURVE_BYTES if self._keys else 0))
+        made.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         return made
+
+    def _connection_lost(self, monitor: _Socket) -> bool:
+        """Read what a monitor has to say."""
+        lost = False
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            lost = bool(event & _LOST_EVENTS) or lost
+            if event & _FAILED_EVENTS:
+                self._tell_refused()
+        return lost
+
+    def _tell_refused(self) -> None:
+        """Strangers must not be able to fill the log."""
+        self.refused += 1
+        if time.monotonic() - self._told_at_s > _TELL_INTERVAL_S:
+            self._told_at_s = time.monotonic()
+            _log.warning("block connections are refused: no key that is known here", refused=self.refused)
 
 
 class ZmqConnectingChannel(_ZmqChannel):
@@ -98,8 +138,8 @@ class ZmqConnectingChannel(_ZmqChannel):
     which nothing is sent for IDLE_CONNECTION_S is closed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, keys: BlockKeys | None = None) -> None:
+        super().__init__(keys)
         self._dealers: dict[Peer, _Socket] = {}
         self._monitors: dict[Peer, _Socket] = {}
         self._used_at_s: dict[Peer, float] = {}
@@ -129,7 +169,7 @@ class ZmqConnectingChannel(_ZmqChannel):
         events: list[Received | PeerLost] = []
         now_s = time.monotonic()
         for peer, dealer in tuple(self._dealers.items()):
-            lost = _connection_lost(self._monitors[peer])
+            lost = self._connection_lost(self._monitors[peer])
             while (frames := _receive(dealer)) is not None:
                 events.append(Received(peer, frames))
             if lost:
@@ -156,6 +196,11 @@ class ZmqConnectingChannel(_ZmqChannel):
             max_bytes=MAX_ANSWER_BYTES,
         )
         dealer.setsockopt(zmq.IMMEDIATE, 1)
+        if self._keys is not None:
+            secret = z85.encode(self._keys.secret)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.peer_public)
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_INTERVAL_MS)
         monitor = dealer.get_monitor_socket(_LOST_EVENTS)
         self._dealers[peer], self._monitors[peer] = dealer, monitor
@@ -182,23 +227,31 @@ class ZmqConnectingChannel(_ZmqChannel):
 
 
 class ZmqListeningChannel(_ZmqChannel):
-    """A receiver's channel: one ROUTER; each connection is a peer."""
+    """A receiver's channel: one ROUTER; each connection is a peer. One that does not get through its
+    handshake within HANDSHAKE_S is closed."""
 
-    def __init__(self, bind: str, *, advertise: str = "") -> None:
+    def __init__(self, bind: str, *, advertise: str = "", keys: BlockKeys | None = None) -> None:
         """
         Args:
             bind: `tcp://host:port` (port 0 picks a free one) or `ipc://path`.
             advertise: the address as peers reach it, needed where `bind` means every interface; as bound if
                 empty.
+            keys: this worker's; only its peers' role may connect.
 
         Raises:
             ConfigurationError: the address means every interface and none is advertised.
         """
-        check_advertised(bind, advertise)
-        super().__init__()
+        if bind.startswith(_WILDCARDS) and not advertise:
+            raise ConfigurationError(
+                f"block address {bind!r} means every interface; the address that peers reach must be"
+                " advertised (tcp://host:port)"
+            )
+        super().__init__(keys)
         self._bind = bind
         self.endpoint = advertise
         self._router: _Socket | None = None
+        self._monitor: _Socket | None = None
+        self._doorkeeper: _Socket | None = None
 
     def open(self) -> None:
         if not self._bind.startswith(_SCHEMES):
@@ -212,7 +265,8 @@ class ZmqListeningChannel(_ZmqChannel):
             max_bytes=MAX_PAYLOAD_BYTES,
         )
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        if self._keys is not None:
+            self._ask_for_keys(self._router, self._keys)
         try:
             self._router.bind(self._bind)
         except zmq.ZMQError as error:
@@ -234,6 +288,9 @@ class ZmqListeningChannel(_ZmqChannel):
     def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         assert self._router is not None
         self._wait(timeout_s)
+        if self._monitor is not None and self._doorkeeper is not None:
+            self._connection_lost(self._monitor)
+            self._let_in(self._doorkeeper)
         events: list[Received | PeerLost] = []
         while len(events) < BATCH_MESSAGES and (frames := _receive(self._router)) is not None:
             events.append(Received(bytes(frames[0]), frames[1:]))
@@ -241,17 +298,31 @@ class ZmqListeningChannel(_ZmqChannel):
 
     def close(self) -> None:
         if self._router is not None:
-            self._router.close(linger=0)
+            self._router.disable_monitor()
+        for made in (self._monitor, self._router, self._doorkeeper):
+            if made is not None:
+                made.close(linger=0)
         super().close()
 
+    def _ask_for_keys(self, router: _Socket, keys: BlockKeys) -> None:
+        assert self._context is not None
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        # without a doorkeeper libzmq lets everybody in who knows this worker's public key
+        self._doorkeeper = self._context.socket(zmq.REP)
+        self._doorkeeper.bind(_ZAP_ENDPOINT)
+        self._monitor = router.get_monitor_socket(_FAILED_EVENTS)
+        self._poller.register(self._doorkeeper, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
-def check_advertised(bind: str, advertise: str) -> None:
-    """Raises ConfigurationError: the address means every interface and none is advertised."""
-    if bind.startswith(_WILDCARDS) and not advertise:
-        raise ConfigurationError(
-            f"block address {bind!r} means every interface; the address that peers reach must be"
-            " advertised (tcp://host:port)"
-        )
+    def _let_in(self, doorkeeper: _Socket) -> None:
+        """Answer libzmq's questions whether the owner of a key, which it has proved, may connect."""
+        assert self._keys is not None, "there is a doorkeeper"
+        while (frames := _receive(doorkeeper)) is not None:
+            version, request, _domain, _address, _identity, *proof = map(bytes, frames)
+            is_known = proof == [b"CURVE", self._keys.peer_public]
+            status = (b"200", b"OK") if is_known else (b"400", b"no key of the role that may send blocks")
+            doorkeeper.send_multipart((version, request, *status, b"", b""))
 
 
 def _receive(zmq_socket: _Socket) -> list[memoryview] | None:
@@ -260,10 +331,3 @@ def _receive(zmq_socket: _Socket) -> list[memoryview] | None:
     except zmq.Again:
         return None
     return [frame.buffer for frame in frames]
-
-
-def _connection_lost(monitor: _Socket) -> bool:
-    lost = False
-    while monitor.poll(0):
-        lost = bool(recv_monitor_message(monitor)["event"] & _LOST_EVENTS) or lost
-    return lost

@@ -1,4 +1,4 @@
-"""Three processes with certs: control calls over TLS, blocks sealed, answers as without."""
+"""Three processes with certs: control calls over TLS, blocks encrypted, answers as without."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ class EveryOther:
     observed_queries = 0
     protected_rows = 1
     depends_on_rows = False
+    scores_heads_apart = True
 
     def __call__(self, inputs):
         scores = torch.zeros(inputs.keys.shape[:2])

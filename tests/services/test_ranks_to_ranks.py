@@ -72,10 +72,7 @@ def prefill_worker(
 
 
 @pytest.fixture(scope="module")
-def decode_model(request: pytest.FixtureRequest, one: LanguageModel, folder: Path) -> Iterator[LanguageModel]:
-    if request.param == 1:
-        yield one
-        return
+def decode_model(request: pytest.FixtureRequest, folder: Path) -> Iterator[LanguageModel]:
     with in_ranks(folder, request.param) as several:
         yield several
 
@@ -97,11 +94,9 @@ async def a_pair(worker: Process, decode_model: LanguageModel) -> AsyncIterator[
 @pytest.mark.parametrize(
     ("decode_model", "num_ranks"),
     [
-        pytest.param(1, 2, id="2 to 1", marks=pytest.mark.full),
-        pytest.param(1, 4, id="4 to 1", marks=pytest.mark.full),
         pytest.param(2, 2, id="2 to 2", marks=pytest.mark.full),
-        pytest.param(2, 4, id="4 to 2"),
-        pytest.param(4, 2, id="2 to 4", marks=pytest.mark.full),
+        pytest.param(4, 2, id="2 to 4"),
+        pytest.param(4, 4, id="4 to 4", marks=pytest.mark.full),
     ],
     indirect=["decode_model"],
     scope="module",

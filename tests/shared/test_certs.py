@@ -29,9 +29,8 @@ from kvferry.shared.control.server import ControlServer, serve_control
 from kvferry.shared.errors import ConfigurationError, TransferFailed, WorkerUnavailable
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.wire.zmq import ZmqConnectingChannel
+from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvferry.tools.certs import make_certs
 
 
@@ -189,7 +188,7 @@ def receiver(folder: Path) -> Iterator[tuple[wire_kit.RecordingSink, str]]:
     """Decode's end."""
     keys = Certs(str(folder), "decode").block_keys()
     sink = wire_kit.RecordingSink()
-    server = BlockServer(SealedListeningChannel("tcp://127.0.0.1:0", keys=keys), sink)
+    server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0", keys=keys), sink)
     yield sink, server.endpoint
     server.close()
 
@@ -197,7 +196,7 @@ def receiver(folder: Path) -> Iterator[tuple[wire_kit.RecordingSink, str]]:
 def send(
     endpoint: str, certs: Certs | None, timeout_s: float, rows: tuple[int, ...] = (3, 5)
 ) -> Callable[[wire_kit.RecordingSink], None]:
-    channel = SealedConnectingChannel(certs.block_keys()) if certs is not None else ZmqConnectingChannel()
+    channel = ZmqConnectingChannel(certs.block_keys() if certs is not None else None)
     sender = BlockSender(channel, buffer_bytes=64 << 20, timeout_s=timeout_s)
     try:
         manifest = wire_kit.make_manifest(rows=rows)

@@ -31,7 +31,7 @@ from kvferry.shared.compression.plan import (
     look_up,
     with_installed,
 )
-from kvferry.shared.compression.scorers import SCORES_HEADS_APART, make_scorer
+from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
@@ -58,13 +58,12 @@ def format_class(part: Part) -> type[LayerFormat]:
 
 
 def make_formats(
-    spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False, num_parts: int = 1
+    spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False
 ) -> tuple[LayerFormat, ...]:
     """The format of each layer of a resolved plan; layers with equal plans and shapes share one object.
 
     Args:
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
-        num_parts: of how many equal parts of the model's KV heads `spec` is one.
 
     Raises: InvalidRequest: an unknown format or attention, sizes that do not belong to it, or a plan for
         other layers than the model's.
@@ -78,7 +77,6 @@ def make_formats(
         dtype=TORCH_DTYPES[spec.dtype],
         returns_generated=returns_generated,
         fingerprint=spec.fingerprint,
-        num_parts=num_parts,
     )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
@@ -147,14 +145,14 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
 
 
 def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat]) -> bool:
-    """Whether layers of some KV heads each, compressed apart and `joined`, are that of all heads. Nothing is
+    """Whether layers of some KV heads each, compressed apart, are the parts of that of all heads. Nothing is
     known of installed formats."""
     scorer = resolved.plan.scorer
     return (
         not is_measured(resolved)
-        and (scorer is None or scorer.name in SCORES_HEADS_APART)
+        and all(scorer is None or make_scorer(scorer, rows=fmt.rows).scores_heads_apart for fmt in formats)
         and all(layer.representation.name in FORMATS for layer in resolved.layers)
-        and not any(fmt.shares_rows for fmt in formats)
+        and all(fmt.divides for fmt in formats)
     )
 
 

@@ -204,10 +204,6 @@ class Compacting(LayerFormat):
     def tensors(self) -> Specs:
         return self.inner.tensors()
 
-    def sized(self, header: Specs) -> LayerFormat:
-        inner = self.inner.sized(header)
-        return self if inner is self.inner else replace(self, inner=inner)
-
     def regions(self) -> Specs:
         return {**self.inner.regions(), _QUERIES: self._queries}
 
@@ -220,15 +216,8 @@ class Compacting(LayerFormat):
     def divides(self) -> bool:  # type: ignore[override]
         return self.inner.divides
 
-    @property
-    def shares_rows(self) -> bool:  # type: ignore[override]
-        return self.inner.shares_rows
-
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
         return self.inner.parts(tensors, num_parts)
-
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        return self.inner.joined(parts)
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         return self.inner.receive(header, regions)

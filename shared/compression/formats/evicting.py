@@ -157,12 +157,6 @@ class Evicting(LayerFormat):
             for part, its_scores, its_thresholds in zip(parts, scores, thresholds, strict=True)
         ]
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        size = self.shape.num_kv_heads * self.rows // len(parts)
-        states = [part["state"].tensor_split([size]) for part in parts]
-        state = torch.cat([its for kind in zip(*states, strict=True) for its in kind])
-        return {**super().joined(parts), "state": state}
-
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
         working = sum(its.size_bytes for its in self._working(self.rows + min(num_appended, 1)).values())
         own = self.shape.rows_bytes(num_appended) if self.shape.returns_generated else 0

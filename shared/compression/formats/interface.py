@@ -211,7 +211,6 @@ class LayerFormat(ABC):
         scored: whether the plan must have a scorer; None: it may.
         divides: whether a layer can be divided by its heads (`parts`); decode workers of several ranks need
             that.
-        shares_rows: whether a head's rows depend on the other heads.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
             `new_rows`, and its `NaiveLayer` `replace_new_rows`.
     """
@@ -228,7 +227,6 @@ class LayerFormat(ABC):
     takes_latent_rows: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
     divides: ClassVar[bool] = True
-    shares_rows: ClassVar[bool] = False
     compacts: ClassVar[bool] = False
     shape: LayerShape
     rows: int
@@ -329,14 +327,6 @@ class LayerFormat(ABC):
     def tensors(self) -> Specs:
         """The tensors that `compress` returns, as far as their sizes are known from the plan."""
 
-    def sized(self, header: Specs) -> LayerFormat:
-        """This format with exactly the sizes of the announced tensors, where it is of a part of a layer and
-        they do not follow from the plan (`LayerShape.num_parts`); its regions are then as large or smaller.
-
-        Raises: InvalidTensors: they are larger than they may be.
-        """
-        return self
-
     @abstractmethod
     def regions(self) -> Specs:
         """The layer's regions in the arena, with room for the new tokens."""
@@ -386,10 +376,6 @@ class LayerFormat(ABC):
         Raises: InvalidTensors: they cannot be divided so.
         """
         return chunked(tensors, self.shape.num_kv_heads, num_parts)
-
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        """The layer of all heads from the parts that `compress` made of some heads each; see `parts`."""
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     # ---- accounting --------------------------------------------------------------------------------------
 

@@ -190,11 +190,6 @@ class PackedFormat(LayerFormat):
             parts.append(part)
         return parts
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        versions = [part["layout"][:1] for part in parts]
-        layout = torch.cat([versions[0], *(part["layout"][1:] for part in parts)])
-        return {"layout": layout, **{name: torch.cat([part[name] for part in parts]) for name in KINDS}}
-
     def prompt_bytes(self, tensors: Tensors) -> int:
         return sum(tensors[name].numel() for name in KINDS)
 

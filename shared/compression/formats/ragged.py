@@ -6,8 +6,8 @@ A layer always has H_kv * B rows; the number per head depends on the scores and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.ragged_decode import ragged_decode
-from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors, chunked
+from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, Part
@@ -29,8 +29,6 @@ class Ragged(StoredFormat):
 
     Attributes:
         floor: fraction of an equal share of the contested rows that every head gets; see `head_budgets`.
-        part_rows: n of a part of the heads (`LayerShape.num_parts`), once its tensors are announced
-            (`sized`). Until then there is room for all rows that the other heads can leave to these.
     """
 
     name: ClassVar[str] = "ragged"
@@ -40,9 +38,8 @@ class Ragged(StoredFormat):
     allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
     takes_latent_rows: ClassVar[bool] = True
     scored: ClassVar[bool | None] = True
-    shares_rows: ClassVar[bool] = True
+    divides: ClassVar[bool] = False
     floor: float
-    part_rows: int | None = None
 
     @classmethod
     def rows_within(
@@ -53,32 +50,8 @@ class Ragged(StoredFormat):
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         return torch.split(tensors["index"], tensors["head_rows"].tolist())
 
-    @property
-    def num_rows(self) -> int:
-        """n, or the most that it can be where it is not known yet."""
-        if self.part_rows is not None:
-            return self.part_rows
-        heads = self.shape.num_kv_heads
-        num_others = heads * (self.shape.num_parts - 1)
-        # a head has W + floor(f (B - W)) rows, which is floor(f B) or more for any window W
-        left = (heads + num_others) * self.rows - num_others * _share(self.floor, self.rows)
-        return min(left, heads * self.shape.num_prompt_tokens)
-
-    def sized(self, header: Specs) -> Ragged:
-        announced = header.get("index")
-        if self.shape.num_parts == 1 or announced is None or len(announced.shape) != 1:
-            return self
-        (part_rows,) = announced.shape
-        if part_rows > self.num_rows:
-            raise InvalidTensors(
-                f"its {self.shape.num_kv_heads} heads have {part_rows} rows; they can have "
-                f"{self.num_rows} at most, of a layer of {self.shape.num_parts} such parts",
-                reason="layer_header",
-            )
-        return replace(self, part_rows=part_rows)
-
     def tensors(self) -> Specs:
-        num_rows = self.num_rows
+        num_rows = self.rows * self.shape.num_kv_heads
         rows = TensorSpec(shape=(num_rows, self.shape.head_dim), dtype=self.shape.dtype)
         return {
             "head_rows": TensorSpec(shape=(self.shape.num_kv_heads,), dtype=torch.int32),
@@ -110,18 +83,6 @@ class Ragged(StoredFormat):
             raise InvalidTensors(
                 f"kept positions must ascend within 0 to {num_tokens - 1} for each KV head", reason="packed"
             )
-
-    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        """Each part has the rows of its heads, which follow one another."""
-        counts = {"head_rows": tensors["head_rows"]}
-        parts = chunked(counts, self.shape.num_kv_heads, num_parts)
-        sizes, total = [int(part["head_rows"].sum()) for part in parts], len(tensors["index"])
-        if min(sizes) < 0 or sum(sizes) != total:
-            raise InvalidTensors(f"parts of its heads have {sizes} rows; it has {total}", reason="parts")
-        for name in ("index", *self.shape.row_names):
-            for part, its in zip(parts, torch.split(tensors[name], sizes), strict=True):
-                part[name] = its
-        return parts
 
     def attention(self, tensors: Tensors) -> PromptAttention:
         counts, rows = _counts(tensors), self.shape.rows_of(tensors)

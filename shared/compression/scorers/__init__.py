@@ -25,10 +25,6 @@ SCORERS: Mapping[str, ScorerFactory] = {
     "compactor": CompactorScorer.from_params,
 }
 
-SCORES_HEADS_APART = frozenset(SCORERS) - {"random"}
-"""Scorers that give a KV head the same scores whichever others are scored with it. Random scores depend on
-the head's number, and nothing is known of installed scorers."""
-
 
 def make_scorer(part: Part, *, rows: int) -> Scorer:
     """The scorer that a plan names.
@@ -40,7 +36,7 @@ def make_scorer(part: Part, *, rows: int) -> Scorer:
     """
     factory = look_up("scorer", part.name, with_installed("scorers", SCORERS, installed_scorers()))
     scorer = factory(part.params, rows)
-    stated = ("observed_queries", "protected_rows", "depends_on_rows")
+    stated = ("observed_queries", "protected_rows", "depends_on_rows", "scores_heads_apart")
     missing = [name for name in stated if not hasattr(scorer, name)]
     if missing:
         raise ConfigurationError(

@@ -31,6 +31,7 @@ class AccumulatedAttentionScorer:
 
     observed_queries: ClassVar[None] = None
     depends_on_rows: ClassVar[bool] = True
+    scores_heads_apart: ClassVar[bool] = True
     layer_zones: Zones
 
     @classmethod

@@ -33,6 +33,7 @@ class StreamingScorer:
 
     observed_queries: ClassVar[int] = 0
     depends_on_rows: ClassVar[bool] = True
+    scores_heads_apart: ClassVar[bool] = True
     sinks: int
     rows: int
 
@@ -68,6 +69,7 @@ class RandomScorer:
     observed_queries: ClassVar[int] = 0
     protected_rows: ClassVar[int] = 0
     depends_on_rows: ClassVar[bool] = False
+    scores_heads_apart: ClassVar[bool] = False
     seed: int
 
     @classmethod

@@ -64,6 +64,7 @@ class CompactorScorer:
 
     observed_queries: ClassVar[None] = None
     depends_on_rows: ClassVar[bool] = False
+    scores_heads_apart: ClassVar[bool] = True
     sketch: Sketch
     sketch_columns: int
     solver: Solver

@@ -44,6 +44,7 @@ class WindowAttentionScorer:
     """
 
     depends_on_rows: ClassVar[bool] = False
+    scores_heads_apart: ClassVar[bool] = True
     window: int
     pooling: Literal["avg", "max"]
     kernel_size: int

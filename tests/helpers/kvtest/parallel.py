@@ -67,18 +67,15 @@ async def started(
     model: LanguageModel,
     one: LanguageModel,
     *,
-    straight: bool = False,
     hub: ProcessTransport | None = None,
     **config: Any,
 ) -> AsyncIterator[Harness]:
     """A decode service, before one rank of prefill, whose arena is free at the end.
 
-    Args:
-        straight: each rank takes its heads' blocks itself, through a socket of its own.
-        hub: of the first rank then.
+    Args: hub: of the first rank; each rank of several takes its heads' blocks through a socket of its own.
     """
     options: dict[str, Any] = {"arena_bytes": 1 << 24}
-    if straight or hub is not None:
+    if model.num_ranks > 1:
         options["hub"] = hub or ProcessTransport(SETTINGS, None)
         options["rank_transport"] = RankTransport.of(SETTINGS, "decode")
     made = Harness(model=model, prefill_model=one, **(options | config))

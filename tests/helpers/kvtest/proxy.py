@@ -8,7 +8,6 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from kvferry.shared.wire.noise import HANDSHAKE_BYTES
 from kvferry.shared.wire.shared_memory import socket_address
 from kvtest.ports import unreachable_endpoint
 from kvtest.relay import Relay
@@ -62,7 +61,8 @@ class CuttingProxy(Relay):
         self.forwarded_bytes += len(data)
 
     def _messages(self, client: socket.socket, server: socket.socket) -> Iterator[bytes]:
-        """The sender's ZMTP messages whole; its greeting and commands are forwarded."""
+        """The sender's ZMTP messages whole, with keys each frame for itself; its greeting and commands are
+        forwarded."""
         reader = client.makefile("rb")
         for _ in range(_GREETING_BYTES):  # each end waits for the first part of the other's
             server.sendall(reader.read(1))
@@ -77,19 +77,6 @@ class CuttingProxy(Relay):
             if not flags[0] & _MORE:
                 yield message
                 message = b""
-
-
-class CuttingSealedProxy(CuttingProxy):
-    """Before an endpoint of sealed connections, whose messages nobody else can tell apart: pieces of
-    PIECE_BYTES after the handshake stand for them."""
-
-    PIECE_BYTES = 5000
-
-    def _messages(self, client: socket.socket, server: socket.socket) -> Iterator[bytes]:
-        reader = client.makefile("rb")
-        server.sendall(reader.read(HANDSHAKE_BYTES))
-        while piece := reader.read1(self.PIECE_BYTES):
-            yield piece
 
 
 class CuttingRingProxy(CuttingProxy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from kvferry.shared.wire.channel import (
     ListeningChannel,
     PeerLost,
     SendResult,
-    ignore_transport,
 )
 from kvferry.shared.wire.frames import (
     decode_message,
@@ -48,11 +46,7 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
-from kvferry.shared.wire.nixl.agent import NixlAgent
-from kvferry.shared.wire.nixl.connecting import NixlConnectingChannel
-from kvferry.shared.wire.nixl.listening import NixlListeningChannel
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -144,10 +138,8 @@ class Wire:
             channel = self._hub.listening()
         elif self.kind == "shm":
             channel = listening_in_shared_memory()
-        elif self.kind == "nixl":
-            channel = listening_with_nixl()
-        elif self.kind == "sealed":
-            channel = SealedListeningChannel("tcp://127.0.0.1:0", keys=block_keys("decode"))
+        elif self.kind == "curve":
+            channel = ZmqListeningChannel("tcp://127.0.0.1:0", keys=block_keys("decode"))
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
             channel = ZmqListeningChannel(bind)
@@ -191,10 +183,8 @@ class Wire:
     def _connecting(self) -> Channel:
         if self.kind == "inproc":
             return self._hub.connecting()
-        if self.kind == "sealed":
-            return SealedConnectingChannel(block_keys("prefill"))
-        if self.kind == "nixl":
-            return connecting_with_nixl()
+        if self.kind == "curve":
+            return ZmqConnectingChannel(block_keys("prefill"))
         network = ZmqConnectingChannel()
         return SharedMemoryConnectingChannel(network) if self.kind == "shm" else network
 
@@ -213,17 +203,6 @@ def listening_in_shared_memory() -> SharedMemoryListeningChannel:
     """A channel that ZeroMQ cannot reach, because nobody listens at the address that it advertises."""
     network = ZmqListeningChannel("tcp://127.0.0.1:0", advertise=unreachable_endpoint())
     return SharedMemoryListeningChannel(network)
-
-
-def listening_with_nixl() -> NixlListeningChannel:
-    return NixlListeningChannel(ZmqListeningChannel("tcp://127.0.0.1:0"), NixlAgent(loopback_only=True))
-
-
-def connecting_with_nixl(
-    on_connected: Callable[[str], None] = ignore_transport,
-) -> NixlConnectingChannel:
-    agent = NixlAgent(loopback_only=True)
-    return NixlConnectingChannel(ZmqConnectingChannel(), agent, on_connected=on_connected)
 
 
 class BarePeer:
@@ -398,17 +377,12 @@ needs_shared_memory = pytest.mark.skipif(
 )
 
 
-# Not skipped where the package is missing: the development environment has it.
-needs_nixl = pytest.mark.skipif(sys.platform != "linux", reason="NIXL exists for Linux only")
-
-
 TRANSPORTS = [
     "inproc",
     "tcp",
-    "sealed",
+    "curve",
     "ipc",
     pytest.param("shm", marks=needs_shared_memory),
-    pytest.param("nixl", marks=needs_nixl),
 ]
 
 

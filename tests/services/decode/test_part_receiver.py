@@ -41,7 +41,6 @@ class Lead:
         return PartReceiver(
             PART,
             first_head=1,
-            num_parts=2,
             device=torch.device("cpu"),
             note=self.notes.append,
             ask=self.ask,
@@ -62,7 +61,7 @@ def manifest(key=KEY):
 
 def expected(key=KEY):
     resolved = resolve(SPEC, make_request())
-    layout = sequence_layout(make_formats(PART, resolved, num_parts=2))
+    layout = sequence_layout(make_formats(PART, resolved))
     return ExpectedPart(
         key=key,
         resolved=resolved,
@@ -99,7 +98,7 @@ def test_a_transfer_that_is_awaited_waits_until_the_rank_is_told(monkeypatch):
     receiver.open(manifest())
     thread.join()
     assert part.has_begun
-    assert lead.asked == [IsAwaited(keys=(KEY,))] * len(lead.asked)
+    assert lead.asked == [IsAwaited(key=KEY)] * len(lead.asked)
     assert lead.notes == []
 
 

@@ -15,7 +15,6 @@ from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, 
 from kvferry.shared.errors import Cancelled, KvferryError, LeaseExpired, TransferFailed
 from kvferry.shared.wire.channel import Received
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sealed import SealedConnectingChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -62,7 +61,7 @@ def tokens_of(cache, events):
     return [cache.first_token, *its]
 
 
-@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor", "adakv"])
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
 async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_rank_does(
     one, several, method
 ):
@@ -98,7 +97,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
 async def test_a_sequence_begins_when_every_part_is_there(one, several, last):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, straight=True) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         transfer = made.shipper.open(request, (await anext(stream)).ticket)
         await asyncio.to_thread(made.shipper.send, transfer, cache)
@@ -116,7 +115,7 @@ async def test_a_sequence_begins_when_every_part_is_there(one, several, last):
 async def test_a_part_that_fails_ends_the_request_and_the_other_part_at_once(one, several, part):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, straight=True) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         transfer = made.shipper.open(request, (await anext(stream)).ticket)
         await asyncio.to_thread(made.shipper.send, transfer, cache, last=2)
@@ -143,7 +142,7 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
     async with started(one, one) as made:
         _, events = await made.run(request)
         expected = tokens_of(caches[1], events)
-    async with started(several, one, straight=True) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(cancelled, timeout_s=60)
         old_ticket = (await anext(stream)).ticket
         transfer = made.shipper.open(cancelled, old_ticket)
@@ -172,7 +171,7 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
 async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(one, several):
     requests = [request_for(one, number) for number in range(2)]
     cache = PromptCache(one, requests[0])
-    async with started(several, one, straight=True) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(requests[0], timeout_s=60)
         transfer = made.shipper.open(requests[0], (await anext(stream)).ticket)
         while not all(part._is_accepted for part in transfer._parts):
@@ -193,7 +192,7 @@ async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(
 async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at_once(one, several):
     request = request_for(one)
     cache = PromptCache(one, request)
-    async with started(several, one, straight=True) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket
         unknown = dataclasses.replace(
@@ -214,9 +213,7 @@ async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at
 
 def sender_of(certs, role="prefill", timeout_s=20):
     """Over the network, as from another machine. Args: certs: the folder; None: without keys."""
-    channel = (
-        ZmqConnectingChannel() if certs is None else SealedConnectingChannel(Certs(certs, role).block_keys())
-    )
+    channel = ZmqConnectingChannel(None if certs is None else Certs(certs, role).block_keys())
     return BlockSender(channel, buffer_bytes=1 << 24, timeout_s=timeout_s)
 
 

@@ -9,16 +9,12 @@ import dataclasses
 
 import pytest
 import torch
-from kvtest.decode import MIXED, PromptCache, end_with, make_request, named
+from kvtest.decode import MIXED, PromptCache, make_request
 from kvtest.lanes import is_whole, some
 from kvtest.parallel import same_or_tied, started
 
 from kvferry.services.decode import memory
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.shared.cache.arena import header_of, sequence_layout
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.ragged import Ragged
-from kvferry.shared.compression.rdkv.compress import compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
 from kvferry.shared.control.messages import (
     GenerationFinished,
@@ -26,19 +22,22 @@ from kvferry.shared.control.messages import (
     TicketIssued,
     TokenGenerated,
 )
-from kvferry.shared.errors import InvalidRequest, ProtocolMismatch, TransferFailed
+from kvferry.shared.errors import InvalidRequest
 from kvferry.tools.evaluation.epsilon import save_table
 
-UNEVEN = {"method": "adakv", "tokens": 20, "max_tokens": 70}
-SEGMENTS = {"prompt": [i * 31 % 50 for i in range(133)], "overrides": {"rebudget_tokens": 16}} | UNEVEN
-GREEDY = [case | {"temperature": 0.0} for case in [*MIXED, SEGMENTS] if "frequency_penalty" not in case]
+SEGMENTS = {
+    "prompt": [i * 31 % 50 for i in range(133)],
+    "method": "snapkv",
+    "tokens": 20,
+    "max_tokens": 70,
+    "overrides": {"rebudget_tokens": 16},
+}
+GREEDY = [
+    case | {"temperature": 0.0}
+    for case in [*MIXED, SEGMENTS]
+    if "frequency_penalty" not in case and case.get("method") != "adakv"
+]
 ARENA_BYTES = 1 << 24
-
-
-@pytest.fixture(params=some([False, True], True), ids=["through the first", "straight"])
-def straight(request):
-    """Whether each rank takes its heads' blocks itself, through a socket of its own."""
-    return request.param
 
 
 def request_for(model, number, **kwargs):
@@ -58,7 +57,7 @@ async def answer(made, request):
     "arena_bytes", some([ARENA_BYTES, 1_000_000], 1_000_000), ids=["growth", "growth and preemption"]
 )
 async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_one_rank(
-    one, several, straight, monkeypatch, arena_bytes, pytestconfig
+    one, several, monkeypatch, arena_bytes, pytestconfig
 ):
     monkeypatch.setattr(memory, "GROWTH_TOKENS", 3)
     cases = GREEDY if is_whole(pytestconfig) else GREEDY[::2]
@@ -69,7 +68,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
     async with started(one, one) as made:
         expected = [await answer(made, request) for request in requests]
     options = {"arena_bytes": arena_bytes, "admission_wait_s": 120, "max_batch_size": 12}
-    async with started(several, one, straight=straight, **options) as made:
+    async with started(several, one, **options) as made:
         answers = await asyncio.gather(*(answer(made, request) for request in requests))
         assert (made.value("decode_preempted_total") > 0) == (arena_bytes == 1_000_000)
     num_same = 0
@@ -82,7 +81,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
     assert num_same > 0.8 * sum(len(of_one) for of_one, _ in expected), "more ties than chance explains"
 
 
-async def test_siblings_have_the_prompt_of_every_rank(one, several, straight):
+async def test_siblings_have_the_prompt_of_every_rank(one, several):
     first = dataclasses.replace(
         request_for(one, 0, prompt=range(5, 45), temperature=1.0, max_tokens=20), num_siblings=2
     )
@@ -94,7 +93,7 @@ async def test_siblings_have_the_prompt_of_every_rank(one, several, straight):
     async with started(one, one) as made:
         expected = [await answer(made, alone(number)) for number in (1, 2)]
 
-    async with started(several, one, straight=straight) as made:
+    async with started(several, one) as made:
 
         async def shared(number):
             token = PromptCache(one, alone(number)).first_token
@@ -137,72 +136,11 @@ async def test_ranks_divide_the_memory_and_what_is_told_of_it_is_the_whole(one, 
         await stream.aclose()
 
 
-async def test_uneven_heads_take_the_memory_of_the_largest_rank_once_they_have_arrived(
-    one, several, straight
-):
-    request = request_for(one, 0, prompt=[i * 43 % 50 for i in range(141)], **UNEVEN)
-    request = dataclasses.replace(request, num_siblings=1)
-    cache = PromptCache(one, request)
-    spec = dataclasses.replace(one.spec, num_kv_heads=1, num_heads=one.spec.group_size)
-    with_room = dataclasses.replace(cache.resolved, max_new_tokens=memory.GROWTH_TOKENS)
-    planned = make_formats(spec, with_room, num_parts=2)
-    whole = zip(cache.formats, cache.layers, strict=True)
-    divided = [fmt.parts(tensors, 2) for fmt, tensors in whole]
-    sizes = [
-        sequence_layout(
-            fmt.sized(header_of(parts[rank])) for fmt, parts in zip(planned, divided, strict=True)
-        ).size_bytes
-        for rank in range(2)
-    ]
-    assert sizes[0] != sizes[1]
-    async with started(several, one, straight=straight) as made:
-        stream = made.service.generate(request, timeout_s=60)
-        ticket = (await anext(stream)).ticket
-        assert ticket.reserved_bytes == 2 * sequence_layout(planned).size_bytes > 2 * max(sizes)
-        await asyncio.to_thread(made.shipper.ship, request, ticket)
-        await anext(stream)
-        assert made.service.arena.bytes_by_state()["running"] == max(sizes)
-        start = SharedStart(request_id=request.request_id, first_token=cache.first_token)
-        sibling = dataclasses.replace(request, request_id="sibling", num_siblings=0, shares=start)
-        shared = made.service.generate(sibling, timeout_s=60)
-        assert (await anext(shared)).ticket.reserved_bytes == 2 * max(sizes)
-        events, of_sibling = [[event async for event in its] for its in (stream, shared)]
-        tokens = [
-            [its.token for its in each if isinstance(its, TokenGenerated)] for each in (events, of_sibling)
-        ]
-        assert [its.token_id for its in tokens[0]] == [its.token_id for its in tokens[1]]
-
-
-async def test_parts_that_are_not_the_whole_together_end_the_request(one, several):
-    request = request_for(one, 0, prompt=[i * 43 % 50 for i in range(141)], **UNEVEN)
-    cache = PromptCache(one, request)
-    short = cache.formats[2].parts(cache.layers[2], 2)[1]
-    number = len(short["index"]) - 1
-    short = {
-        "head_rows": short["head_rows"] - 1,
-        **{name: short[name][:number].contiguous() for name in ("index", "keys", "values")},
-    }
-    async with started(several, one, straight=True) as made:
-        stream = made.service.generate(request, timeout_s=60)
-        transfer = made.shipper.open(request, (await anext(stream)).ticket)
-        await asyncio.to_thread(made.shipper.send, transfer, cache, last=2)
-        first, second = transfer._parts
-        first.send_layer(2, named(cache.formats[2], cache.formats[2].parts(cache.layers[2], 2)[0]))
-        second.send_layer(2, named(cache.formats[2], short))
-        await asyncio.to_thread(made.shipper.offer, transfer, cache, first=3)
-        with contextlib.suppress(ProtocolMismatch):  # at once, where the refusal comes early
-            transfer.finish(end_with(cache.first_token))
-        with pytest.raises(ProtocolMismatch, match=r"the parts of 2 ranks have \d+ bytes together"):
-            async for _ in stream:
-                pass
-        transfer.abort("refused")
-
-
-async def test_a_format_that_cannot_be_divided_is_refused_by_name(one, several, monkeypatch):
-    monkeypatch.setattr(Ragged, "divides", False)  # as one of another package may be
+async def test_a_method_whose_heads_cannot_be_divided_is_refused_by_name(one, several):
+    adakv = request_for(one, 0, method="adakv", tokens=20)
     async with started(several, one) as made:
         with pytest.raises(InvalidRequest, match="format 'ragged' of method 'adakv' cannot be divided among"):
-            await answer(made, request_for(one, 0, **UNEVEN))
+            await answer(made, adakv)
         status = await made.service.status(timeout_s=1)
         assert "adakv" not in status.methods
         assert {"full", "rocketkv", "rdkv", "compactor"} <= set(status.methods)
@@ -210,7 +148,7 @@ async def test_a_format_that_cannot_be_divided_is_refused_by_name(one, several, 
         assert "adakv" in (await made.service.status(timeout_s=1)).methods
 
 
-async def test_other_ranks_have_the_workers_own_tables(one, several, straight, tmp_path):
+async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
     save_table(tmp_path / "mine.json", EpsilonTable(keys=(0.1, 0.01, 1e-5), values=(0.1, 0.02, 2e-5)))
     overrides = {"epsilon_table": "mine", "rebudget_tokens": 20, "window": 7}
     request = request_for(
@@ -221,48 +159,18 @@ async def test_other_ranks_have_the_workers_own_tables(one, several, straight, t
         several.prepare("decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path))
         async with started(one, one) as made:
             expected, _ = await answer(made, request)
-        async with started(several, one, straight=straight) as made:
+        async with started(several, one) as made:
             tokens, _ = await answer(made, request)
     finally:
         install_tables("")
     assert same_or_tied([its.token_id for its in tokens], expected) > 20
 
 
-async def test_a_layer_that_fits_as_a_whole_but_not_its_ranks_is_refused_before_any_gets_it(
-    one, several, straight
-):
-    request = request_for(one, 0, prompt=[i * 39 % 50 for i in range(151)], method="rdkv", tokens=20)
-    cache = PromptCache(one, request)
-    fmt, inputs = cache.formats[1], cache._inputs[1]
-
-    def of_head(head, budget_tokens):
-        its = slice(head, head + 1)
-        own = dataclasses.replace(
-            inputs, queries=inputs.queries[its], keys=inputs.keys[its], values=inputs.values[its]
-        )
-        settings = dataclasses.replace(fmt.settings, budget_tokens=budget_tokens)
-        return fmt._tensors_of(compress_layer_rdkv(settings, own))
-
-    with torch.inference_mode():
-        uneven = cache.layers[1] = fmt.joined([of_head(0, 2), of_head(1, 34)])
-    assert fmt.prompt_bytes(uneven) < fmt.limit_bytes < 2 * fmt.prompt_bytes(fmt.parts(uneven, 2)[1])
-    async with started(several, one, straight=straight) as made:
-        stream = made.service.generate(request, timeout_s=60)
-        ticket = (await anext(stream)).ticket
-        transfer = made.shipper.open(request, ticket)
-        made.shipper.offer(transfer, cache)
-        with pytest.raises(TransferFailed, match="layer 1: its tensors are"):
-            async for _ in stream:
-                pass
-        transfer.abort("refused")
-        assert (await answer(made, request))[1].num_tokens == 8
-
-
-async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several, straight):
+async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several):
     requests = [request_for(one, i, prompt=range(5, 45), max_tokens=60) for i in range(2)]
     async with started(one, one) as made:
         expected, _ = await answer(made, requests[0])
-    async with started(several, one, straight=straight) as made:
+    async with started(several, one) as made:
         stream = made.service.generate(requests[1], timeout_s=60)
         ticket = (await anext(stream)).ticket
         await asyncio.to_thread(made.shipper.ship, requests[1], ticket)

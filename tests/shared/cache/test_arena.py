@@ -71,19 +71,6 @@ class ArenaMachine(RuleBasedStateMachine):
         with pytest.raises(KvferryError, match="does not exist"):
             self.arena.free(allocation)
 
-    @rule(target=allocations, allocation=consumes(allocations), share=st.floats(0, 1))
-    def shrink(self, allocation, share):
-        if allocation is None:
-            return None
-        before, state = self.arena.free_bytes, self.arena.state(allocation)
-        smaller = self.arena.shrink(allocation, int(share * allocation.size_bytes))
-        assert (smaller.offset, smaller.generation) == (allocation.offset, allocation.generation)
-        assert smaller.size_bytes - share * allocation.size_bytes < 64 or smaller.size_bytes == 64
-        assert self.arena.free_bytes == before + allocation.size_bytes - smaller.size_bytes
-        assert self.arena.state(smaller) == state
-        self.marks[smaller] = self.marks.pop(allocation)
-        return smaller
-
     @invariant()
     def whole(self):
         self.arena.check_integrity()

@@ -26,6 +26,7 @@ class EveryOther:
     observed_queries = 0
     protected_rows = 0
     depends_on_rows = False
+    scores_heads_apart = True
 
     def __init__(self, params, rows):
         self.offset = params["offset"]

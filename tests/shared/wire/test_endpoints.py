@@ -12,11 +12,10 @@ from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.serving import parse_address
-from kvferry.shared.wire import sealed, zmq
+from kvferry.shared.wire import zmq
 from kvferry.shared.wire.channel import Channel, ListeningChannel
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
@@ -44,16 +43,15 @@ def test_an_unusable_endpoint_fails_the_transfer(wire: Wire, endpoint: str) -> N
 
 
 def connecting(kind: str) -> Channel:
-    return SealedConnectingChannel(kit.block_keys("prefill")) if kind == "sealed" else ZmqConnectingChannel()
+    return ZmqConnectingChannel(kit.block_keys("prefill") if kind == "curve" else None)
 
 
 def listening(kind: str, bind: str, **options: Any) -> ListeningChannel:
-    if kind == "sealed":
-        return SealedListeningChannel(bind, keys=kit.block_keys("decode"), **options)
-    return ZmqListeningChannel(bind, **options)
+    keys = kit.block_keys("decode") if kind == "curve" else None
+    return ZmqListeningChannel(bind, keys=keys, **options)
 
 
-KINDS = pytest.mark.parametrize("kind", ["zmq", "sealed"])
+KINDS = pytest.mark.parametrize("kind", ["plain", "curve"])
 
 
 @KINDS
@@ -83,8 +81,7 @@ def test_an_address_that_cannot_be_bound_is_a_configuration_error(kind: str, bin
 
 @KINDS
 def test_a_connection_that_says_nothing_is_closed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sealed, zmq):
-        monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(zmq, "HANDSHAKE_S", 0.5)
     server = BlockServer(listening(kind, "tcp://127.0.0.1:0"), RecordingSink())
     try:
         address = parse_address("endpoint", server.endpoint.removeprefix("tcp://"))

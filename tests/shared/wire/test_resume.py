@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import kvtest.wire as kit
 import pytest
-from kvtest.proxy import CuttingProxy, CuttingRingProxy, CuttingSealedProxy
+from kvtest.proxy import CuttingProxy, CuttingRingProxy
 from kvtest.waiting import until
 from kvtest.wire import BarePeer, RecordingSink, Wire
 
@@ -15,7 +15,6 @@ from kvferry.shared.errors import TransferFailed
 from kvferry.shared.wire.channel import Channel
 from kvferry.shared.wire.messages import Manifest, MessageType
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sealed import SealedConnectingChannel, SealedListeningChannel
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -30,7 +29,7 @@ def cut_sink() -> RecordingSink:
     return RecordingSink()
 
 
-@pytest.fixture(params=["tcp", "sealed", pytest.param("shm", marks=kit.needs_shared_memory)])
+@pytest.fixture(params=["tcp", "curve", pytest.param("shm", marks=kit.needs_shared_memory)])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -38,13 +37,9 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def proxy(cut_sink: RecordingSink, transport: str) -> Iterator[CuttingProxy]:
     if transport != "shm":
-        network = (
-            ZmqListeningChannel("tcp://127.0.0.1:0")
-            if transport == "tcp"
-            else SealedListeningChannel("tcp://127.0.0.1:0", keys=kit.block_keys("decode"))
-        )
-        server = BlockServer(network, cut_sink)
-        proxy = (CuttingProxy if transport == "tcp" else CuttingSealedProxy)(server.endpoint)
+        keys = kit.block_keys("decode") if transport == "curve" else None
+        server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0", keys=keys), cut_sink)
+        proxy = CuttingProxy(server.endpoint)
     else:
         server = BlockServer(kit.listening_in_shared_memory(), cut_sink)
         proxy = CuttingRingProxy(server.endpoint)
@@ -54,10 +49,8 @@ def proxy(cut_sink: RecordingSink, transport: str) -> Iterator[CuttingProxy]:
 
 
 def connecting(transport: str) -> Channel:
-    if transport == "sealed":
-        return SealedConnectingChannel(kit.block_keys("prefill"))
-    network = ZmqConnectingChannel()
-    return network if transport == "tcp" else SharedMemoryConnectingChannel(network)
+    network = ZmqConnectingChannel(kit.block_keys("prefill") if transport == "curve" else None)
+    return SharedMemoryConnectingChannel(network) if transport == "shm" else network
 
 
 @pytest.fixture
@@ -78,7 +71,7 @@ def cut_manifest() -> tuple[Manifest, kit.Layers, int]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_a_transfer_cut_at_any_message_goes_on_where_it_stopped(
-    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, within: bool
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, transport: str, within: bool
 ) -> None:
     if within and isinstance(proxy, CuttingRingProxy):
         pytest.skip("a packet is delivered whole or not at all")
@@ -95,7 +88,7 @@ def test_a_transfer_cut_at_any_message_goes_on_where_it_stopped(
         kit.ship(transfer, layers)
         assert sender.buffered_bytes == 0
         kit.assert_arrived(cut_sink, manifest, layers)
-        if not isinstance(proxy, CuttingSealedProxy):  # whose messages are in pieces of any number
+        if transport != "curve":  # whose messages are as many as their frames, and there are heartbeats
             assert proxy.num_cuts == (cut < num_messages)
         elif cut < num_messages // 2:
             assert proxy.num_cuts == 1

@@ -145,6 +145,7 @@ class FromTheEnd:
     observed_queries = 0
     protected_rows = 0
     depends_on_rows = False
+    scores_heads_apart = True
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         num_kv_heads, num_tokens, _ = inputs.keys.shape
