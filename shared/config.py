@@ -155,12 +155,6 @@ class WorkerSettings(TracedSettings):
         10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
 
-    @property
-    def listens_for_blocks_beyond_loopback(self) -> bool:
-        """Whether other machines may send blocks."""
-        address = self.block_listen.removeprefix("tcp://")
-        return not (address.startswith("ipc://") or is_loopback(parse_address("block_listen", address)[0]))
-
     @model_validator(mode="after")
     def _is_encrypted_beyond_loopback(self) -> Self:
         if self.certs or self.insecure:

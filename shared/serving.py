@@ -33,8 +33,8 @@ _M_ARENA_MAX, _MAX_ARENAS = -8, 2
 def share_free_memory() -> None:
     """Let all threads of this process allocate from few places, where the system's allocator is glibc.
 
-    It gives each thread one of its own, in which what others have freed serves nobody: a worker with 35
-    threads went on growing for as long as it was watched. `MALLOC_ARENA_MAX` says otherwise. Call it before
+    It gives each thread one of its own, in which what others have freed serves nobody: in a soak, prefill
+    workers with 35 threads had 3 % less memory with two. `MALLOC_ARENA_MAX` says otherwise. Call it before
     there are threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvtest.families import FAMILIES
 from kvtest.pair import Pair, Turn
-from kvtest.parallel import in_ranks, same_or_tied
+from kvtest.parallel import in_ranks, same_or_tied, workers_in_ranks
 from kvtest.prefill import ControlledModel
-from kvtest.processes import Process, started
+from kvtest.processes import Process
 from kvtest.tiny_models import make_config, save_model
 from kvtest.transformers_model import plan_of, prompt_of
 from torch import Tensor
@@ -40,6 +38,7 @@ NUM_NEW = 24
 FIRST = prompt_of(90, seed=1)
 SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True, logprobs=2)
 Models = tuple[LanguageModel, LanguageModel, Path]
+WorkerOf = Callable[[Path, int], Process]
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +57,9 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Mo
 
 
 @pytest.fixture(scope="module")
-def worker_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Process]]:
-    """`worker_of(folder)`: a decode worker of two ranks of the model there, started once."""
-    logs, numbers = tmp_path_factory.mktemp("workers"), itertools.count()
-    with ExitStack() as stack:
-
-        @functools.cache
-        def worker(folder: str) -> Process:
-            wait = stack.enter_context(
-                started(
-                    logs,
-                    f"decode-{next(numbers)}",
-                    *("--model", folder, "--device", "cpu", "--tensor-parallel", "2", "--threads", "2"),
-                    *("--listen", "127.0.0.1:0", "--block-listen", "tcp://127.0.0.1:0"),
-                    *("--metrics-listen", "127.0.0.1:0", "--no-warm-up", "--retain-s", "600"),
-                )
-            )
-            return wait()
-
+def worker_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerOf]:
+    """`worker_of(folder, number)`: a decode worker of so many ranks of the model there."""
+    with workers_in_ranks("decode", tmp_path_factory.mktemp("workers"), "--retain-s", "600") as worker:
         yield worker
 
 
@@ -129,10 +113,10 @@ async def test_the_tokens_of_decode_are_those_of_one_rank_over_a_session(models:
 
 @of_role(PREFILL_RANK, "demo", "sinks")
 async def test_the_tokens_of_prefill_are_those_of_one_rank_over_a_session(
-    models: Models, worker_of: Callable[[str], Process]
+    models: Models, worker_of: WorkerOf
 ) -> None:
     one, prefill, folder = models
-    await check_tokens(one, prefill, worker_of(str(folder)), num_parts=2)
+    await check_tokens(one, prefill, worker_of(folder, 2), num_parts=2)
 
 
 async def check_tokens(
@@ -161,12 +145,12 @@ async def check_tokens(
 
 @of_role(PREFILL_RANK, "demo")
 async def test_prompts_of_every_other_method_are_compressed_as_in_one_rank(
-    models: Models, worker_of: Callable[[str], Process]
+    models: Models, worker_of: WorkerOf
 ) -> None:
     """Of most methods each rank compresses its heads; of some, all heads are compressed together."""
     one, parallel, folder = models
     methods = [name for name in applicable_methods(one.spec.layers) if name not in (*METHODS, "adakv")]
-    turns = await turns_of(parallel, worker_of(str(folder)), methods)
+    turns = await turns_of(parallel, worker_of(folder, 2), methods)
     expected = await turns_of(one, one, methods)
     num_same = 0
     for method, its in turns.items():
@@ -184,14 +168,14 @@ async def test_prompts_of_every_other_method_are_compressed_as_in_one_rank(
 @of_role(PREFILL_RANK, "demo")
 @pytest.mark.parametrize("method", ["full", "rdkv"])
 async def test_a_short_prompt_overtakes_a_long_one_in_every_rank(
-    models: Models, worker_of: Callable[[str], Process], method: str
+    models: Models, worker_of: WorkerOf, method: str
 ) -> None:
     one, parallel, folder = models
     prompts = {700: prompt_of(700, seed=3), 40: prompt_of(40, seed=4)}
     layers: list[tuple[int, int]] = []
     loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[Turn]]()
     controlled = ControlledModel(parallel)
-    async with a_pair(controlled, worker_of(str(folder))) as pair:
+    async with a_pair(controlled, worker_of(folder, 2)) as pair:
 
         async def turn(num_tokens: int) -> Turn:
             session = SessionKey(owner="o", session_id=str(num_tokens))

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvtest.pair import Pair, Turn
-from kvtest.parallel import in_ranks, same_or_tied
-from kvtest.processes import Process, started
+from kvtest.parallel import in_ranks, same_or_tied, workers_in_ranks
+from kvtest.processes import Process
 from kvtest.tiny_models import make_config, save_model
 from kvtest.transformers_model import plan_of, prompt_of
 
@@ -50,25 +50,10 @@ def one(folder: Path) -> LanguageModel:
 def prefill_worker(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[int], Process]]:
-    """`prefill_worker(number)`: the one of so many ranks, started once."""
+    """`prefill_worker(number)`: the one of so many ranks."""
     logs = tmp_path_factory.mktemp("workers")
-    with ExitStack() as stack:
-
-        @functools.cache
-        def worker(number: int) -> Process:
-            wait = stack.enter_context(
-                started(
-                    logs,
-                    f"prefill-{number}",
-                    *("--model", str(folder), "--device", "cpu", "--tensor-parallel", str(number)),
-                    *("--listen", "127.0.0.1:0", "--block-listen", "tcp://127.0.0.1:0"),
-                    *("--metrics-listen", "127.0.0.1:0", "--threads", str(number), "--no-warm-up"),
-                    *("--history-bytes", str(64 << 20)),
-                )
-            )
-            return wait()
-
-        yield worker
+    with workers_in_ranks("prefill", logs, "--history-bytes", str(64 << 20)) as worker:
+        yield functools.partial(worker, folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@ at a tie in rounding."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import functools
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvtest.decode import Harness, serialise_prefill
 from kvtest.forked import forking
+from kvtest.processes import Process
+from kvtest.processes import started as started_process
 
 SETTINGS = DecodeConfig(tensor_parallel=2)
 TIE = 1e-3
@@ -48,6 +52,29 @@ def in_ranks(folder: Path, num_ranks: int, follower_class: str = DECODE_RANK) ->
     finally:
         model.close()
     assert not lost
+
+
+@contextmanager
+def workers_in_ranks(role: str, logs: Path, *options: str) -> Iterator[Callable[[Path, int], Process]]:
+    """`worker(folder, number)`: a process of this role with the model in so many ranks, started once."""
+    numbers = itertools.count()
+    with ExitStack() as stack:
+
+        @functools.cache
+        def worker(folder: Path, number: int) -> Process:
+            wait = stack.enter_context(
+                started_process(
+                    logs,
+                    f"{role}-{next(numbers)}",
+                    *("--model", str(folder), "--device", "cpu", "--tensor-parallel", str(number)),
+                    *("--listen", "127.0.0.1:0", "--block-listen", "tcp://127.0.0.1:0"),
+                    *("--metrics-listen", "127.0.0.1:0", "--threads", str(number), "--no-warm-up"),
+                    *options,
+                )
+            )
+            return wait()
+
+        yield worker
 
 
 @pytest.fixture(scope="module")
