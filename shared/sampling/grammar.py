@@ -55,7 +55,8 @@ class TokenMatcher:
 
         Args: row: float32, V rounded up to a multiple of 32. Raises: InvalidRequest: see `Follower.mask`.
         """
-        bits = np.frombuffer(self._follower.mask(), dtype=np.uint8)
+        # a mask has a word more than a row where 32 divides V
+        bits = np.frombuffer(self._follower.mask(), dtype=np.uint8, count=len(row) // 8)
         _BLOCKED_BY_BYTE.take(bits, axis=0, mode="clip", out=row.reshape(-1, 8))
 
     def accept(self, token_id: int) -> None:

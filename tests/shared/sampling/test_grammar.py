@@ -30,10 +30,14 @@ ENDS = tuple(RAW.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
 VOCAB = RAW.get_vocab_size() + 3  # as padded models have
 
 
+def compiler_of(vocab_size):
+    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=RAW), ENDS)
+    return GrammarCompiler(lambda: tokenizer, vocab_size, ENDS)
+
+
 @pytest.fixture(scope="module")
 def compiler():
-    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=RAW), ENDS)
-    return GrammarCompiler(lambda: tokenizer, VOCAB, ENDS)
+    return compiler_of(VOCAB)
 
 
 async def check(grammar, tokenizer=None, vocab_size=VOCAB):
@@ -285,6 +289,26 @@ def test_a_grammar_may_spell_an_added_token(is_special):
     assert blocked_by(by_id)[mark] == 0
     by_id.accept(mark)
     assert tokenizer.special_parts("a<tool_call>b") == ["a", mark, "b"]
+
+
+@pytest.mark.parametrize("more", range(34))
+def test_vocabularies_of_all_sizes_are_masked(more):
+    """Also of multiples of 32, as most models have: llguidance's mask has a word more then."""
+    vocab_size = RAW.get_vocab_size() + more
+    sampler = SequenceSampler(
+        SamplingParams(max_tokens=9, temperature=0.0, grammar=regex("(ab|cd)")),
+        [1],
+        vocab_size,
+        matcher=compiler_of(vocab_size).matcher(regex("(ab|cd)")),
+    )
+    batch = BatchSampler(1, vocab_size, torch.device("cpu"))
+    batch.place(0, sampler)
+    batch.refill()
+    logits = torch.zeros(1, vocab_size)
+    tokens, valid = batch.sample(logits, torch.ones(1, dtype=torch.int64), batch.flavour)
+    assert valid.all()
+    assert tokens.tolist() == [sampler.sample(logits[0]).token_id]
+    assert RAW.id_to_token(int(tokens)) in ("a", "ab", "c", "cd")
 
 
 def follow(matcher, texts):
