@@ -7,7 +7,8 @@ model, a proxy before each. Clients hold conversations of two turns whose tokens
 one-process oracle's, and delete them; others close their stream in mid-answer, store and delete documents,
 and ask without a session. Meanwhile links and processes are struck by seeded faults, but no process is
 killed, since a new one would hide what the old one had gathered. Every two seconds each process's memory,
-file descriptors and threads are read, and the arena's bytes.
+file descriptors and threads are read, the arena's bytes, and those of prefill's history in memory, whose
+limit is low here, so that it fills soon.
 
 After the first third, in which caches fill, the slope of each is fitted through the means of ten blocks of
 time. `grows` is true where it is more than two of its standard errors above zero and adds up to more than a
@@ -49,9 +50,14 @@ from kvferry.shared.model.tokenizer import ChatTokenizer  # noqa: E402
 
 SAMPLE_S, FAULT_S, HEAL_S = 2.0, 6.0, 25.0
 NUM_BLOCKS = 10
-TOLERANCE = {"rss_mib": 8.0, "fds": 4.0, "threads": 2.0, "arena_mib": 1.0}
+TOLERANCE = {"rss_mib": 8.0, "fds": 4.0, "threads": 2.0, "arena_mib": 1.0, "history_mib": 1.0}
 """Growth over the part of the run that is fitted, up to which it is not looked at."""
-_USED = ("reserved", "in_transfer", "running")
+HISTORY_BYTES = "4MiB"
+_GAUGES = {
+    "decode": ("arena_mib", "kvferry_arena_bytes", ("reserved", "in_transfer", "running")),
+    "prefill": ("history_mib", "kvferry_history_bytes", ("memory",)),
+}
+"""By role: a figure, and the gauge whose labels add up to it."""
 
 
 @dataclass(kw_only=True)
@@ -167,13 +173,12 @@ class Soak:
                 for name, node in self._cluster.nodes.items():
                     assert node.popen is not None
                     figures = read_process(node.popen.pid)
-                    if node.role == "decode" and not node.is_stopped:
-                        samples = await self._cluster.metrics(client, node) or {}
-                        used = sum(samples.get(("kvferry_arena_bytes", its), 0.0) for its in _USED)
-                        last = self.series[name].figures.get("arena_mib", [0.0])[-1]
-                        figures["arena_mib"] = used / 2**20 if samples else last
-                    elif node.role == "decode":
-                        figures["arena_mib"] = self.series[name].figures.get("arena_mib", [0.0])[-1]
+                    if node.role in _GAUGES:
+                        figure, gauge, labels = _GAUGES[node.role]
+                        samples = None if node.is_stopped else await self._cluster.metrics(client, node)
+                        used = sum((samples or {}).get((gauge, its), 0.0) for its in labels) / 2**20
+                        last = self.series[name].figures.get(figure, [0.0])[-1]
+                        figures[figure] = used if samples else last
                     self.series[name].add(time.monotonic() - self._begin_s, figures)
                 await asyncio.sleep(SAMPLE_S)
 
@@ -248,8 +253,9 @@ def plot(series: dict[str, Series], path: Path) -> None:
         "fds": "file descriptors",
         "threads": "threads",
         "arena_mib": "arena MiB in use",
+        "history_mib": "MiB of history",
     }
-    figure, axes = pyplot.subplots(len(titles), 1, figsize=(9, 11), sharex=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(len(titles), 1, figsize=(9, 13), sharex=True, constrained_layout=True)
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
         for number, (node, its) in enumerate(series.items()):
             if name in its.figures:
@@ -271,7 +277,7 @@ async def run(arguments: argparse.Namespace) -> int:
     ]
     folder = Path(arguments.logs or tempfile.mkdtemp(prefix="kvferry-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    async with running(folder) as cluster:
+    async with running(folder, history_bytes=HISTORY_BYTES) as cluster:
         soak = Soak(cluster, scripts, arguments.seed)
         await soak.run(arguments.minutes * 60, arguments.clients)
         leaked = await cluster.leaked_bytes()

@@ -188,6 +188,7 @@ class BackTier:
             self._unqueue(session)
             self._fences.pop(session, None)
             self._failed.pop(session, None)
+            self._rebuilds.discard(session)
             _remember(self._deletions, session, deletion := object())
         deleted = self._writer.submit(self._delete, session, deletion)
         return partial(self._wait, deleted, _DELETE_WAIT_S, "history will be deleted later")

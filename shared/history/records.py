@@ -189,13 +189,18 @@ class RecordTable:
             if part.references == 0:
                 self.size_bytes -= part.size_bytes
 
+    def no_longer_busy(self, session: SessionKey) -> None:
+        """Count one open turn of a session less."""
+        self.busy[session] -= 1
+        if not self.busy[session]:
+            del self.busy[session]
+
     def make_room(self, num_bytes: int) -> bool:
         """Evict idle sessions until `num_bytes` fit: implicit ones first, pinned ones last. Of an owner's
         pinned records those count that were used last and fit into PINNED_SHARE of the limit. Evicts none if
         that would not be enough."""
         if self.size_bytes + num_bytes <= self.max_bytes:
             return True
-        self.busy = +self.busy  # without zeros
         idle = [session for session in self._sessions if session not in self.busy]
         pinned = self._pinned()
         idle.sort(key=lambda session: (session in pinned) - session.is_implicit)

@@ -276,7 +276,7 @@ class StagedTurn:
             turns = self._store.turns
             if state is not TurnState.DROPPED and turns.get(self.request_id) is self:
                 del turns[self.request_id]
-                self._records.busy[self.session] -= 1
+                self._records.no_longer_busy(self.session)
 
     def _over(self, what: str) -> HistoryMiss:
         return HistoryMiss(f"{what} {self._state.value}", reason=self._state.value)

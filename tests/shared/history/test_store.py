@@ -232,6 +232,19 @@ def test_a_drop_during_a_turn_wins(store: HistoryStore) -> None:
     assert store.turn("r2") is None
 
 
+def test_nothing_is_remembered_of_a_session_that_is_gone(store: HistoryStore) -> None:
+    run_turn(store, A, "r1", (1, 2, 3))
+    store.begin(A, "r2", (1, 2, 3, 4)).abort()
+    dropped = store.begin(A, "r3", (1, 2, 3, 4))
+    store.drop(A)
+    with pytest.raises(SessionNotFound):
+        dropped.commit((1, 2, 3, 4))
+    assert not store.turns
+    containers = [its for its in vars(store.records).values() if isinstance(its, dict | set)]
+    assert store.records.busy in containers
+    assert not any(A in its for its in containers)
+
+
 def test_a_drop_during_a_first_turn_wins(store: HistoryStore) -> None:
     turn = store.begin(A, "r1", (1, 2))
     stage(turn, (1, 2), 0)

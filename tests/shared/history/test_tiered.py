@@ -290,6 +290,34 @@ def test_a_session_dropped_while_redis_is_down_is_deleted_when_it_returns(
     assert worker.remote.record(A) is not None
 
 
+def test_nothing_is_remembered_of_a_session_that_was_lost_and_dropped_while_redis_was_down(
+    make_worker: Callable[..., Worker], redis_server: Any
+) -> None:
+    worker = make_worker(timeout_s=1.0)
+    worker.turn(A, tokens(20))
+    worker.evict(A)
+    turn = worker.begin(A, tokens(24))
+    turn.restart()  # what a miss does
+    worker.run(turn, tokens(24), lambda layer: None)
+    redis_server.pause()
+    try:
+        turn.commit(tokens(24))
+        worker.store.drop(A)
+    finally:
+        redis_server.resume()
+    (tier,) = worker.store._tiers
+    containers = [its for its in vars(tier).values() if isinstance(its, dict | set)]
+    assert tier._rebuilds in containers
+
+    def is_forgotten() -> bool:
+        worker.store.sweep()
+        return not any(A in its for its in containers)
+
+    until(is_forgotten)
+    with redis_server.client() as admin:
+        assert not admin.dbsize()
+
+
 def test_commits_behind_the_turn_are_there_after_closing(
     make_worker: Callable[..., Worker], redis_server: Any
 ) -> None:

@@ -202,27 +202,25 @@ def test_no_more_than_the_credit_is_in_flight(wire: Wire, sink: RecordingSink, c
     kit.assert_arrived(sink, manifest, layers)
 
 
-def test_the_buffer_bound_holds_and_larger_transfers_pass(wire: Wire, sink: RecordingSink) -> None:
+def test_the_buffer_bound_holds_and_larger_transfers_pass(
+    wire: Wire, sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Watched(SendBuffer):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "used_bytes":
+                seen.append(value)
+
+    monkeypatch.setattr("kvferry.shared.wire.sender.SendBuffer", Watched)
     limit = 3000
     manifest = kit.make_manifest(rows=(40, 40), heads=2, dim=16)
     layers = kit.make_layers(manifest)
     server, sender = wire.server(sink), wire.sender(buffer_bytes=limit)
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=1000)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
-    seen = []
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            seen.append(sender.buffered_bytes)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        kit.ship(transfer, layers)
-    finally:
-        done.set()
-        watcher.join()
+    kit.ship(transfer, layers)
     kit.assert_arrived(sink, manifest, layers)
     assert sink.committed[manifest.key].payload_bytes > 3 * limit
     assert 0 < max(seen) <= limit

@@ -164,7 +164,7 @@ class Cluster:
         return None
 
     async def metrics(self, client: httpx.AsyncClient, node: Node) -> dict[tuple[str, str], float] | None:
-        """Samples by name and state label; None where the process does not answer."""
+        """Samples by name and label "state" or "tier"; None where the process does not answer."""
         addresses = node.addresses
         if addresses is None:
             return None
@@ -176,7 +176,7 @@ class Cluster:
         samples: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families(reply.text):
             for its in family.samples:
-                key = (its.name, its.labels.get("state", ""))
+                key = (its.name, its.labels.get("state") or its.labels.get("tier", ""))
                 samples[key] = samples.get(key, 0.0) + its.value
         return samples
 
@@ -202,13 +202,18 @@ class Cluster:
 
 @asynccontextmanager
 async def running(
-    folder: Path, planted: dict[str, str] | None = None, *, num_each: int = 2
+    folder: Path,
+    planted: dict[str, str] | None = None,
+    *,
+    num_each: int = 2,
+    history_bytes: str = "64MiB",
 ) -> AsyncIterator[Cluster]:
     """Start a cluster.
 
     Args:
         planted: what a role's processes do wrong, by role.
         num_each: routers, prefill workers and decode workers.
+        history_bytes: a prefill worker's host memory for history.
     """
     planted = planted or {}
     with RedisServer.running(*_REDIS_OPTIONS) as redis:
@@ -235,7 +240,7 @@ async def running(
                     if role == "prefill":
                         url = f"redis://127.0.0.1:{await link(f'redis-{name}', redis.port)}/0"
                         options += ["--history-redis", url, "--history-redis-timeout-s", "1"]
-                        options += ["--history-bytes", "64MiB"]
+                        options += ["--history-bytes", history_bytes]
                     else:
                         options += ["--arena-bytes", "48MiB"]
                     wrong = planted.get(role, "")
