@@ -24,11 +24,13 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
+from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -36,6 +38,7 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest
+from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -121,7 +124,9 @@ class Simulation:
             admission_wait_s=LONG_S,
             evict=self._evict,
         )
-        self.memory = SequenceMemory(SPEC, self.arena, self.scheduler, on_swapped_out=self._count_swap)
+        model = cast(LanguageModel, SimpleNamespace(num_ranks=1, spec=SPEC))
+        self.parts = Parts(model, self.arena.memory)
+        self.memory = SequenceMemory(self.parts, self.arena, self.scheduler, on_swapped_out=self._count_swap)
         self.left: dict[Sequence, int] = {}
 
     async def run(self) -> dict[str, Any]:
@@ -162,12 +167,15 @@ class Simulation:
         allocation = await self.scheduler.reserve(
             layout.size_bytes, owner=request.request_id, timeout_s=LONG_S
         )
+        key = TransferKey(transfer_id=int(request.request_id), generation=allocation.generation)
+        part = self.parts.call("begin", key, allocation, layout, None)
+        part.caches = tuple(cast(LayerCache, _Layer()) for _ in layout.layers)
         sequence = Sequence(
             request=request,
             resolved=resolved,
-            layout=layout,
+            part=part,
             room=room,
-            key=TransferKey(transfer_id=int(request.request_id), generation=allocation.generation),
+            key=key,
             allocation=allocation,
             router="",
             lease_until_s=math.inf,
@@ -177,7 +185,6 @@ class Simulation:
             stop_token_ids=frozenset(),
             release=self.scheduler.release,
             forget=lambda sequence: None,
-            caches=tuple(cast(LayerCache, _Layer()) for _ in layout.layers),
         )
         self.left[sequence] = answer
         self.arena.advance(allocation, "in_transfer")
@@ -223,6 +230,7 @@ class Simulation:
             self.arena.advance(sequence.allocation, "retained")
             self.retained.append((self.step + self.load.between(*RETAINED_STEPS), sequence.hand_over_bytes()))
         sequence.state = SequenceState.CLOSED
+        self.parts.drop(sequence=sequence.name)
         sequence.release_bytes()
 
     def _evict(self, wanted_bytes: int) -> bool:

@@ -11,6 +11,7 @@ RUN python -m venv /opt/kvferry \
     && /opt/kvferry/bin/pip install --quiet -c constraints.txt \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements.txt
 COPY README.md LICENSE ./
+COPY baselines baselines
 COPY kernels kernels
 COPY models models
 COPY proto proto

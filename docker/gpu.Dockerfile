@@ -22,6 +22,7 @@ RUN python3 -m venv /opt/kvferry \
     && grep -v -E '^(torch|triton)==' constraints.txt > constraints-others.txt \
     && /opt/kvferry/bin/pip install --quiet -c constraints-gpu.txt -c constraints-others.txt -r requirements.txt
 COPY README.md LICENSE ./
+COPY baselines baselines
 COPY kernels kernels
 COPY models models
 COPY proto proto

@@ -18,3 +18,5 @@ argument, its value and what is allowed, if shapes, dtypes or devices do not fit
 range, or a head has nothing to attend to. Where tokens are chosen, they are chosen per KV head, the lowest
 index wins ties, and (a deviation from every paper) the newest token is always among them.
 """
+
+from kvferry.kernels.native import check as check  # registers itself

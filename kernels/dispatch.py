@@ -52,14 +52,10 @@ TRITON_OPS = (
 )
 """Ops with a Triton kernel."""
 TORCH_OPS = (
-    "exact_topk",
     "hsa_pages",
     "packed_hsa",
-    "pruned_decode",
     "quantise",
-    "quest",
     "ragged_decode",
-    "sparq",
 )
 """Ops that have only a torch implementation."""
 NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")

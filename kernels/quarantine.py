@@ -2,7 +2,7 @@
 
     in use ──differs, raises, hangs or does not compile──► quarantined, until the process ends
 
-The self-test quarantines before a worker serves (`op_checks.py` has its cases), `attempt` while it serves. An
+The self-test quarantines before a worker serves (`cases.py` has its cases), `attempt` while it serves. An
 operator is quarantined once, with the first reason. Written by any thread.
 """
 

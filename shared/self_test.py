@@ -26,8 +26,8 @@ import structlog
 import torch
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.cases import op_checks
 from kvferry.kernels.decode_batch import BatchShape
-from kvferry.kernels.op_checks import op_checks
 from kvferry.kernels.quarantine import Reason, is_lost, quarantine, reason_of
 from kvferry.shared.kernel_paths import OPS, Role
 from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec

@@ -1,4 +1,4 @@
-"""The self-test's cases (`kernels/op_checks.py`) at the shapes of several models, with the time of each."""
+"""The self-test's cases (`kernels/cases.py`) at the shapes of several models, with the time of each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from timing import Clock
 
+from kvferry.kernels.case import OpCheck
 from kvferry.kernels.decode_batch import BatchShape
-from kvferry.kernels.op_checks import OpCheck
 
 NAMES = ("llama-8b", "demo", "one-head", "seven")
 TINY_NAMES = ("tiny",)

@@ -41,11 +41,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.case import OpCheck
+from kvferry.kernels.cases import op_checks
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.decoder_ops.native import MAX_ROWS
 from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
 from kvferry.kernels.kivi.rows import GROUP_TOKENS
-from kvferry.kernels.op_checks import OpCheck, op_checks
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.kernel_cache.random_model import random_model
 from kvferry.tools.kernel_cache.shapes import Shape

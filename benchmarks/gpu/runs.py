@@ -37,8 +37,8 @@ from shapes import SHAPES, TINY_SHAPES
 from time_limit import TimeLimit
 from timing import Clock, smallest_launch_us
 
+from kvferry.kernels.cases import op_checks
 from kvferry.kernels.dispatch import TRITON_OPS
-from kvferry.kernels.op_checks import op_checks
 from kvferry.kernels.quarantine import Quarantined
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.tools.kernel_cache.random_model import random_model

@@ -13,7 +13,7 @@ from kvferry.kernels.decode_batch import NewTokens, attend_in_c
 from kvferry.kernels.hsa import num_pages as count_pages
 from kvferry.kernels.hsa import torch_path as hsa_torch_path
 from kvferry.kernels.hsa import write_page_extremes
-from kvferry.kernels.native.library import KINDS
+from kvferry.kernels.native.library import KINDS, register_check
 from kvferry.kernels.packed.layer import packed_entries
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
 from kvferry.kernels.packed_hsa import PageCodes, append_key, page_extremes
@@ -21,6 +21,7 @@ from kvferry.kernels.packed_hsa import attend as packed_hsa_attend
 from kvferry.kernels.trizone import torch_path
 
 
+@register_check
 def errors_of(loaded: ctypes.CDLL) -> dict[str, float]:
     """The greatest differences from torch, by what is computed."""
     errors = {

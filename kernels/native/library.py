@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ CACHE = Path(".cache") / "kvferry" / "native"
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`decoder.c`'s numbers of weights' dtypes."""
 _TOLERANCE = 1e-5
+_Check = Callable[[ctypes.CDLL], dict[str, float]]
+_checks: list[_Check] = []
 _int, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
@@ -112,13 +115,21 @@ def load(path: Path) -> ctypes.CDLL:
             *(_float, _pointer),
         ]
         attending.restype = ctypes.c_int
-    # it imports ops, which ask for this library
-    from kvferry.kernels.native.check import errors_of
-
-    for name, error in errors_of(loaded).items():
+    assert _checks, "kvferry.kernels registers one"
+    for name, error in (item for check in _checks for item in check(loaded).items()):
         if not error <= _TOLERANCE:
             raise NativeUnavailable(f"{path} computes {name} with an error of {error:.1e} relative to torch")
     return loaded
+
+
+def register_check(errors_of: _Check) -> _Check:
+    """Have every file that is loaded compared with torch first.
+
+    Args: errors_of: the greatest differences, by what is computed. It imports ops, which ask for this
+        library.
+    """
+    _checks.append(errors_of)
+    return errors_of
 
 
 def _compiled() -> Path:

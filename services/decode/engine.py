@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import structlog
 import torch
@@ -23,6 +24,7 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
+from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
 from kvferry.services.decode.shadow import ShadowStep
 from kvferry.services.decode.step import (
@@ -44,9 +46,6 @@ from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SampledToken
-
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
 
 _log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.25
@@ -86,7 +85,7 @@ class DecodeEngine:
         shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
         num_threads: CPU threads of torch in the engine's thread; 0: those of the process.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
-        ranks: the worker's other ranks, which run the same steps.
+        parts: the worker's ranks, which run the same steps.
     """
 
     def __init__(
@@ -103,10 +102,10 @@ class DecodeEngine:
         shadow_check: int = 0,
         num_threads: int = 0,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
-        ranks: DecodeRanks | None = None,
+        parts: Parts,
     ) -> None:
         self._model = model
-        self._ranks = ranks
+        self._num_ranks = parts.num_ranks
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
         self._shadow_check = shadow_check
@@ -114,11 +113,9 @@ class DecodeEngine:
         self._num_steps = 0
         self._num_captures = 0
         self._device = device or step_device(model)
-        make_runner: Callable[..., StepRunner | StepLanes] = (
-            StepLanes if self._device.captures else StepRunner
-        )
-        if ranks is not None:
-            make_runner = ranks.runner
+        make_runner: Callable[..., StepRunner | StepLanes] = StepLanes
+        if not self._device.captures:
+            make_runner = partial(StepRunner, spec=parts.spec, tell_others=parts.tell_others)
         self._runner = make_runner(model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture)
         self._metrics = metrics
         self._max_batch_size = max_batch_size
@@ -384,7 +381,7 @@ class DecodeEngine:
             stop_ids=sequence.stop_token_ids,
             sampler=sequence.sampler,
             written=sequence.written,
-            sequence=sequence.key.transfer_id,
+            name=sequence.name,
         )
 
     def _vacate(self, spare: int | None = None) -> None:
@@ -500,7 +497,7 @@ class DecodeEngine:
     def _second_opinion(self, sequence: Sequence, slot: int, is_valid: bool) -> Tensor | None:
         """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
         stand, or nothing better can be had."""
-        if self._ranks is not None:
+        if self._num_ranks > 1:
             return None  # each rank has a part of the sequence
         shadow = ShadowStep(self._model, self._input(sequence, sequence.num_appended - 1))
         if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
@@ -534,12 +531,12 @@ class DecodeEngine:
         self._deliver()
         if not sequence.request.probe:
             self._memory.observe(sequence.num_tokens)
-        if self._ranks is None:
-            cache_bytes = sum(cache.used_bytes(sequence.num_appended) for cache in sequence.caches)
-        else:
-            cache_bytes = self._ranks.used_bytes(sequence)
+        own_bytes = sum([its.used_bytes(sequence.num_appended) for its in sequence.caches])
         finished = GenerationFinished(
-            finish_reason=reason, num_tokens=sequence.num_tokens, cache_bytes=cache_bytes
+            finish_reason=reason,
+            num_tokens=sequence.num_tokens,
+            # segments that are packed while tokens are generated count as large in every rank
+            cache_bytes=sequence.prompt_bytes + self._num_ranks * (own_bytes - sequence.own_bytes),
         )
         with sequence.lock:
             request = sequence.request

@@ -12,11 +12,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-import torch
-
-from kvferry.services.decode.sequence import Sequence
+from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.sequence import Sequence, written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     AllocationState,
@@ -29,10 +27,6 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.freeing_rate import FreeingRate
-from kvferry.shared.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
 
 GROWTH_TOKENS = 64
 """Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
@@ -296,22 +290,18 @@ class SequenceMemory:
     `first_room`, `layout` and `within_arena` serve admission. The other methods are for the engine's thread,
     while no step is in flight: moving a sequence changes the addresses that a step was placed with.
 
-    Args:
-        on_swapped_out: called once for each sequence that has to wait on the host.
-        ranks: the worker's other ranks, whose parts of the sequences move in the same way.
+    Args: on_swapped_out: called once for each sequence that has to wait on the host.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        parts: Parts,
         arena: ByteArena,
         scheduler: Scheduler,
         *,
         on_swapped_out: Callable[[], None] = lambda: None,
-        ranks: DecodeRanks | None = None,
     ) -> None:
-        self._ranks = ranks
-        self._spec = spec
+        self._parts = parts
         self._arena = arena
         self._scheduler = scheduler
         self._on_swapped_out = on_swapped_out
@@ -328,7 +318,7 @@ class SequenceMemory:
     def layout(self, resolved: ResolvedPlan, room: int, *, returns_generated: bool) -> SequenceLayout:
         """The layout of a sequence with room for this many new tokens."""
         with_room = resolved if room == resolved.max_new_tokens else replace(resolved, max_new_tokens=room)
-        return sequence_layout(make_formats(self._spec, with_room, returns_generated=returns_generated))
+        return sequence_layout(make_formats(self._parts.spec, with_room, returns_generated=returns_generated))
 
     def within_arena(self, resolved: ResolvedPlan, *, returns_generated: bool) -> ResolvedPlan:
         """The plan for an answer no longer than the whole arena has room for; unchanged if it has none."""
@@ -441,12 +431,11 @@ class SequenceMemory:
     ) -> None:
         """Move a sequence to an allocation, or to the host without one, and release its former range."""
         former = sequence.allocation if sequence.is_in_arena else None
-        if allocation is None:
-            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        else:
-            buffer = self._arena.buffer(allocation)
-        sequence.move(layout, room, allocation, buffer)
-        if self._ranks is not None:
-            self._ranks.moved(sequence)
+        with sequence.lock:
+            self._parts.call("move", sequence.name, allocation, layout)
+            sequence.room, sequence.is_in_arena = room, allocation is not None
+            sequence.written = None
+            if allocation is not None:
+                sequence.allocation, sequence.written = allocation, written_so_far(self._arena.device)
         if former is not None:
             self._scheduler.release(former)

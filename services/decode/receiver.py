@@ -1,48 +1,34 @@
-"""The decode worker's block sink: writes a prompt's compressed KV from the wire into the arena.
+"""Takes a rank's blocks of prompts' compressed KV from the wire into its part of the arena.
 
-Place in the request's path: between the block server's thread and the engine. Accepts a transfer only if its
-generation, model and plan match a reservation that has not ended; a refusal names the field that differs. The
-layer's format decides where a tensor's bytes go and checks them; blocks may split tensors at any byte. The
-engine gets only complete transfers.
+Place in the request's path: between the rank's block server and its part of the sequence. Every rank has a
+`PartReceiver`, the leading one, too. It accepts a transfer only if its generation, model and plan match a
+reservation that has not ended; a refusal names the field that differs. The layer's format decides where a
+tensor's bytes go and checks them; blocks may split tensors at any byte. `Arrivals` (`parts.py`) is told how
+it went.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 import torch
-from opentelemetry.trace import Span
 from torch import Tensor
 
-from kvferry.services.decode.rank_messages import PartArrived, PartFailed
-from kvferry.services.decode.sequence import (
-    PinnedRows,
-    Reservations,
-    Sequence,
-    SequenceState,
-    written_so_far,
-)
-from kvferry.services.decode.shared_prompts import SharedPrompts
-from kvferry.shared.cache.arena import ByteArena, SequenceLayout, sequence_layout
-from kvferry.shared.cache.delta import DeltaLayer, RetainedChain
+from kvferry.shared.cache.arena import ArenaCopier, SequenceLayout, sequence_layout
+from kvferry.shared.cache.delta import DeltaLayer, PinnedRows, Positions, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
-from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.telemetry import begin, context_of
-from kvferry.shared.wire.frames import check_manifest, decode_nack, model_fields
+from kvferry.shared.wire.frames import check_manifest, model_fields, part_key
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
@@ -52,53 +38,10 @@ from kvferry.shared.wire.messages import (
     TransferKey,
 )
 
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
-
-
-class _Half:
-    """Pinned memory for one payload. Attributes: sent: mark behind the last copy from it."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-class ArenaCopier:
-    """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
-
-        half 0    | payload 0 ── to the device ───────► | payload 2 ...      a half is written again only when
-        half 1                | payload 1 ── to the device ───────► |        the device has read it
-
-    On CUDA the bytes arrive on the thread's current stream, after `copy` has returned: work on that stream
-    finds them, and a step by a mark (`written_so_far`). Used only by the receiver's thread.
-    """
-
-    def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
-        self._payload = np.empty(0, np.uint8)
-        self._half: _Half | None = None
-        self._halves: Iterator[_Half] | None = None
-        if device.type == "cuda":
-            self._halves = itertools.cycle([_Half(max_payload_bytes), _Half(max_payload_bytes)])
-
-    def load(self, payload: memoryview) -> None:
-        """Set the payload that `copy` reads from until the next call."""
-        self._payload = np.frombuffer(payload, np.uint8)
-        if self._halves is not None:
-            self._half = next(self._halves)
-            self._half.sent.synchronize()
-            self._half.pinned.numpy()[: payload.nbytes] = self._payload
-
-    def copy(self, target: Tensor, offset: int) -> None:
-        """Fill `target`, uint8 `[n]` in the arena or on the host, with the payload's bytes from `offset`."""
-        end = offset + target.numel()
-        if self._half is not None:
-            target.copy_(self._half.pinned[offset:end], non_blocking=True)
-            if target.is_cuda:  # else it is done
-                self._half.sent.record(torch.cuda.current_stream(target.device))
-        else:
-            # Not `copy_`: torch would split the block among its threads and wait for busy cores.
-            target.numpy()[:] = self._payload[offset:end]
+_EXPECT_TIMEOUT_S = 30.0
+"""How long an awaited transfer waits for this rank to be told of it, which happens between two steps."""
+_ASK_INTERVAL_S = 0.5
+_ANSWER_TIMEOUT_S = 5.0
 
 
 class CacheWriter:
@@ -222,226 +165,254 @@ def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What may arrive for a reservation, the same in all ranks.
+
+    Attributes:
+        resolved: the reservation's plan.
+        room: new tokens for which there is room.
+        retained: the transfers whose rows this one may leave out, newest first, and below which token.
+    """
+
+    resolved: ResolvedPlan
+    room: int
+    returns_generated: bool
+    retained: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class SequencePart:
+    """One rank's heads of a sequence. `lock` guards its bytes while they arrive.
+
+    Attributes:
+        key: of the sequence's transfer; wire_key: of this part of it, if it is expected.
+        layout: of measured plans that of the reservation, until the manifest is there.
+        buffer: uint8, its range of the arena, or host memory.
+        expected: None for a copy of a shared prompt.
+        pinned: rows that the transfer may leave out.
+        caches: every layer, once it has arrived.
+        has_begun: whether a transfer has; there is one at most.
+        is_over: nothing is written to its range any more.
+    """
+
+    key: TransferKey
+    layout: SequenceLayout
+    buffer: Tensor
+    expected: Expected | None = None
+    pinned: PinnedRows | None = None
+    wire_key: TransferKey | None = None
+    caches: tuple[LayerCache, ...] = ()
+    has_begun: bool = False
+    is_over: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartArrived:
+    """What is known of a part once all its blocks are there.
+
+    Attributes:
+        layer_rows: as of the part's manifest.
+        prompt_bytes: of the part of the prompt's cache.
+        positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
+    """
+
+    layer_rows: tuple[int, ...]
+    prompt_bytes: int
+    positions: tuple[Positions | None, ...]
+
+
+@dataclass(frozen=True)
 class _Incoming:
-    """An open transfer. Used only by the block server's thread."""
-
-    sequence: Sequence
+    part: SequencePart
     writer: CacheWriter
-    started_s: float
-    span: Span
+    layer_rows: tuple[int, ...]
 
 
-class CacheReceiver:
-    """Implements `BlockSink`. All methods are called from one thread.
+class PartReceiver:
+    """Implements `BlockSink` for the block server's thread; any thread may call `expect` and `forget`.
 
-    An error in a transfer closes its sequence at once, so the request fails without waiting for the lease.
+        manifest ──known──► opened ──► layers, blocks ──► end: arrived
+            └──unknown──► the leading rank is asked ──its reservation has ended, or there is none──► refused
+                                  └──awaited──► waits until this rank has been told of it ──► opened
 
     Args:
-        ranks: the worker's other ranks, which get their heads of each layer.
-        prompts: gets the prompts that siblings share.
-        submit: passes a complete sequence and its first token to the engine.
+        spec: of the rank's heads.
+        first_head: the number of the rank's first KV head.
+        note: given the name and arguments of what happens, as of `Arrivals`; called without locks.
+        ask: whether a reservation with this key waits for its blocks. Raises: TimeoutError: no answer.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        arena: ByteArena,
-        reservations: Reservations,
-        metrics: DecodeMetrics,
         *,
-        prompts: SharedPrompts,
-        clock: Callable[[], float],
-        submit: Callable[[Sequence, SampledToken], None],
-        ranks: DecodeRanks | None = None,
+        first_head: int,
+        device: torch.device,
+        note: Callable[..., None],
+        ask: Callable[..., bool],
     ) -> None:
-        self._ranks = ranks
         self._spec = spec
-        self._part_spec = spec if ranks is None else ranks.spec
-        """Of the heads whose blocks are taken here."""
-        self._arena = arena
-        self._reservations = reservations
-        self._metrics = metrics
-        self._prompts = prompts
-        self._clock = clock
-        self._submit = submit
-        self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, arena.device)
+        self._first_head = first_head
+        self._note = note
+        self._ask = ask
+        self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
+        self._told = threading.Condition()
+        self._expected: dict[TransferKey, SequencePart] = {}
         self._incoming: dict[TransferKey, _Incoming] = {}
+
+    def expect(self, part: SequencePart) -> None:
+        """Let a part's blocks come. Nothing else uses its range."""
+        part.wire_key = part_key(part.key, self._first_head)
+        with self._told:
+            self._expected[part.wire_key] = part
+            self._told.notify_all()
+
+    def forget(self, part: SequencePart) -> None:
+        """Write nothing to the part's range any more. Idempotent; waits for a block that is being written."""
+        with part.lock:
+            part.is_over = True
+        if part.wire_key is not None:
+            self._incoming.pop(part.wire_key, None)
+            with self._told:
+                self._expected.pop(part.wire_key, None)
 
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
-        try:
-            sequence, writer = self._accept(manifest)
-        except KvferryError as error:
-            self._metrics.receive_failed.labels(error.reason).inc()
-            raise
-        span = begin("receive", context_of({"traceparent": manifest.traceparent}))
-        self._incoming[manifest.key] = _Incoming(
-            sequence=sequence, writer=writer, started_s=self._clock(), span=span
-        )
+        part, failure = self._awaited(manifest.key), None
+        with part.lock:
+            if part.is_over:
+                raise self._refused(self._unknown(manifest.key))
+            if part.has_begun:
+                message = f"the reservation of transfer {manifest.key.transfer_id:#x} takes one transfer"
+                raise self._refused(LeaseExpired(message, reason="reservation_used"))
+            part.has_begun = True
+            try:
+                writer = self._writer(part, manifest)
+            except KvferryError as error:
+                failure = error
+            else:
+                rows = manifest.layer_rows
+                self._incoming[manifest.key] = _Incoming(part=part, writer=writer, layer_rows=rows)
+        if failure is not None:
+            self._note("failed", part.key, failure)
+            raise failure
+        self._note("began", part.key, manifest)
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """See `BlockSink.begin_layer`."""
-        with self._in_transfer(key) as incoming:
-            incoming.writer.begin_layer(header)
+        self._run(key, CacheWriter.begin_layer, header)
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """See `BlockSink.write`."""
-        with self._in_transfer(header.key) as incoming:
-            incoming.writer.write(header, payload)
+        self._run(header.key, CacheWriter.write, header, payload)
 
     def commit(self, end: EndRecord) -> None:
-        """See `BlockSink.commit`."""
-        with self._in_transfer(end.key) as incoming:
-            sequence = incoming.sequence
-            first_token = checked_first_token(end.first_token, sequence.request, self._spec)
-            sequence.caches = incoming.writer.finish()
-            sequence.written = written_so_far(self._arena.device)
-            if all(cache.format.is_plain for cache in sequence.caches):
-                sequence.positions = tuple([cache.positions for cache in sequence.caches])
-            sequence.arrived = first_token, incoming.started_s
-            is_whole = self._is_whole(sequence)
-        del self._incoming[end.key]
-        incoming.span.end()
-        if is_whole:
-            self._begin(sequence)
-
-    def late_block(self) -> None:
-        """A block without a current reservation has arrived, here or at another rank. Any thread may call
-        this."""
-        self._metrics.late_blocks.inc()
-
-    def awaits(self, key: TransferKey) -> bool:
-        """Whether a reservation with this key waits for blocks. Any thread may call this."""
-        with contextlib.suppress(LeaseExpired):
-            return self._reservations.find(key).state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
-        return False
-
-    def part_arrived(self, rank: int, part: PartArrived) -> None:
-        """Another rank has all blocks of its heads. Any thread may call this."""
-        with contextlib.suppress(LeaseExpired):
-            sequence = self._reservations.find(part.key)
-            with sequence.lock:
-                if sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
-                    return
-                sequence.parts[rank] = part
-                try:
-                    is_whole = sequence.arrived is not None and self._is_whole(sequence)
-                except KvferryError as error:
-                    sequence.close(error)
-                    return
-            if is_whole:
-                self._begin(sequence)
-
-    def part_failed(self, rank: int, part: PartFailed) -> None:
-        """The transfer of another rank's heads has failed, and with it the request. Any thread may call
-        this."""
-        error = decode_nack(part.nack)
-        self._metrics.receive_failed.labels(error.reason).inc()
-        with contextlib.suppress(LeaseExpired):
-            sequence = self._reservations.find(part.key)
-            with sequence.lock:
-                if sequence.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
-                    message = f"rank {rank}: {error.message}"
-                    sequence.close(type(error)(message, reason=error.reason))
-
-    def _is_whole(self, sequence: Sequence) -> bool:
-        """Whether all ranks have the sequence, which then is READY. The caller has locked it.
-
-        Raises: ProtocolMismatch: their parts do not belong together.
-        """
-        if self._ranks is not None:
-            if len(sequence.parts) < self._ranks.num_ranks - 1:
-                return False
-            self._ranks.put_together(sequence)
-        sequence.release_retained()
-        if sequence.request.num_siblings:
-            self._prompts.put(sequence)
-        self._arena.advance(sequence.allocation, "running")
-        sequence.committed_s = self._clock()
-        sequence.state = SequenceState.READY
-        return True
-
-    def _begin(self, sequence: Sequence) -> None:
-        assert sequence.arrived is not None
-        assert sequence.committed_s is not None
-        first_token, started_s = sequence.arrived
-        sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - started_s))
-        sequence.enter_stage("first step")
-        self._submit(sequence, first_token)
+        """See `BlockSink.commit`. Raises: KvferryError: also what the leading rank says of it."""
+        incoming = self._run(end.key, CacheWriter.finish)
+        self._incoming.pop(end.key, None)
+        part = incoming.part
+        is_plain = all([cache.format.is_plain for cache in part.caches])
+        arrived = PartArrived(
+            layer_rows=incoming.layer_rows,
+            prompt_bytes=sum([cache.used_bytes(0) for cache in part.caches]),
+            positions=tuple([cache.positions for cache in part.caches]) if is_plain else (),
+        )
+        self._note("arrived", part.key, arrived, end.first_token)
 
     def abort(self, key: TransferKey, reason: str) -> None:
         """See `BlockSink.abort`."""
-        incoming = self._incoming.pop(key, None)
-        if incoming is None:
-            return
-        self._metrics.receive_failed.labels(reason).inc()
-        incoming.span.end()
-        with incoming.sequence.lock:
-            if incoming.sequence.state is SequenceState.IN_TRANSFER:
-                message = f"the transfer of the prompt's KV failed: {reason}"
-                incoming.sequence.close(TransferFailed(message, reason=reason))
+        if (incoming := self._incoming.pop(key, None)) is not None:
+            message = f"the transfer of the prompt's KV failed: {reason}"
+            self._note("failed", incoming.part.key, TransferFailed(message, reason=reason))
 
-    @contextlib.contextmanager
-    def _in_transfer(self, key: TransferKey) -> Iterator[_Incoming]:
-        """An open transfer, under its sequence's lock. An error closes the sequence.
+    def late_block(self) -> None:
+        """A block without a current reservation has arrived. Any thread may call this."""
+        self._note("late_block")
+
+    def _run(
+        self, key: TransferKey, what: Callable[..., tuple[LayerCache, ...] | None], *args: object
+    ) -> _Incoming:
+        """Call a method of an open transfer's writer, under its part's lock. An error is noted, and ends it.
 
         Raises: LeaseExpired: the transfer or its reservation has ended.
         """
         incoming = self._incoming.get(key)
-        sequence = incoming.sequence if incoming is not None else None
-        with sequence.lock if sequence is not None else contextlib.nullcontext():
-            if incoming is None or sequence is None or sequence.state is not SequenceState.IN_TRANSFER:
-                self.late_block()
-                reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
-                raise LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
-            try:
-                yield incoming
-            except KvferryError as error:
-                sequence.close(error)
-                raise
+        if incoming is None:
+            raise self._late(key)
+        part = incoming.part
+        with part.lock:
+            is_over, failure = part.is_over, None
+            if not is_over:
+                try:
+                    if caches := what(incoming.writer, *args):
+                        part.caches, part.pinned = caches, None
+                except KvferryError as error:
+                    failure = error
+        if is_over:
+            raise self._late(key)
+        if failure is not None:
+            self._incoming.pop(key, None)
+            self._note("failed", part.key, failure)
+            raise failure
+        return incoming
 
-    def _accept(self, manifest: Manifest) -> tuple[Sequence, CacheWriter]:
-        sequence = self._reservations.find(manifest.key)
-        with sequence.lock:
-            if sequence.state is not SequenceState.RESERVED:
-                raise LeaseExpired(
-                    f"the reservation of transfer {manifest.key.transfer_id:#x} is {sequence.state.value}; "
-                    "it takes one transfer",
-                    reason="reservation_used",
-                )
-            try:
-                chain = sequence.pinned.chain if sequence.pinned is not None else None
-                check_transfer(manifest, sequence.resolved, chain, self._part_spec)
-                self._lay_out_measured(manifest, sequence)
-            except KvferryError as error:
-                sequence.close(error)
-                raise
-            self._arena.advance(sequence.allocation, "in_transfer")
-            sequence.state = SequenceState.IN_TRANSFER
-            sequence.manifest = manifest
-            pinned = sequence.pinned
-            if not manifest.retained_transfer_id or pinned is None:
-                if self._ranks is None:  # others may need them
-                    sequence.release_retained()
-                pinned = None
-            else:
-                pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
-                if self._ranks is not None:
-                    pinned = pinned.of_heads(0, self._part_spec.num_kv_heads)
-            buffer = self._arena.buffer(sequence.allocation)
-            return sequence, CacheWriter(sequence.layout, buffer, self._copier, pinned=pinned)
+    def _writer(self, part: SequencePart, manifest: Manifest) -> CacheWriter:
+        """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
+        expected, pinned = part.expected, part.pinned
+        assert expected is not None, "copies of a shared prompt are not awaited"
+        check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self._spec)
+        plan = measured_plan(manifest, expected.resolved)
+        if plan is not expected.resolved:  # the reserved bytes suffice for any division
+            with_room = replace(plan, max_new_tokens=expected.room)
+            stores = expected.returns_generated
+            part.layout = sequence_layout(make_formats(self._spec, with_room, returns_generated=stores))
+            assert part.layout.size_bytes <= len(part.buffer), (part.layout.size_bytes, len(part.buffer))
+        if pinned is not None and manifest.retained_transfer_id:
+            part.pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
+        else:
+            part.pinned = None
+        return CacheWriter(part.layout, part.buffer, self._copier, pinned=part.pinned)
 
-    def _lay_out_measured(self, manifest: Manifest, sequence: Sequence) -> None:
-        """Lay the rows that prefill measured out in the reserved bytes, which suffice for any division."""
-        if not is_measured(sequence.resolved):
-            return
-        sequence.plan = measured_plan(manifest, sequence.resolved)
-        with_room = replace(sequence.plan, max_new_tokens=sequence.room)
-        stores = sequence.request.store_history
-        formats = make_formats(self._part_spec, with_room, returns_generated=stores)
-        sequence.layout = sequence_layout(formats)
-        size_bytes, reserved_bytes = sequence.layout.size_bytes, sequence.allocation.size_bytes
-        assert size_bytes <= reserved_bytes, (size_bytes, reserved_bytes)
+    def _awaited(self, key: TransferKey) -> SequencePart:
+        """The part; waits if this rank may yet be told of it.
+
+        Raises: LeaseExpired: there is none.
+        """
+        part = self._expected.get(key)
+        if part is not None:
+            return part
+        reservation = part_key(key, -self._first_head)
+        deadline_s = time.monotonic() + _EXPECT_TIMEOUT_S
+        while part is None and time.monotonic() < deadline_s and self._is_awaited(reservation):
+            with self._told:
+                part = self._told.wait_for(lambda: self._expected.get(key), _ASK_INTERVAL_S)
+        if part is None:
+            error = self._unknown(key)
+            self._note("failed", reservation, error)
+            raise error
+        return part
+
+    def _is_awaited(self, key: TransferKey) -> bool:
+        try:
+            return self._ask(key, timeout_s=_ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return False
+
+    def _unknown(self, key: TransferKey) -> LeaseExpired:
+        return LeaseExpired(
+            f"no reservation for transfer {key.transfer_id:#x}, generation {key.generation} exists",
+            reason="unknown_transfer",
+        )
+
+    def _refused(self, error: LeaseExpired) -> LeaseExpired:
+        self._note("refused", error.reason)
+        return error
+
+    def _late(self, key: TransferKey) -> LeaseExpired:
+        self.late_block()
+        reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
+        return LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
 
 
 def check_transfer(
@@ -483,17 +454,3 @@ def measured_plan(manifest: Manifest, resolved: ResolvedPlan) -> ResolvedPlan:
     except ValueError as error:
         message = f"the manifest's layer_rows: {error}"
         raise ProtocolMismatch(message, reason="manifest_layer_rows") from error
-
-
-def checked_first_token(
-    token: SampledToken | None, request: GenerateRequest, spec: ModelSpec
-) -> SampledToken:
-    """The token that prefill sampled for a request. Raises: TransferFailed: it cannot be that."""
-    index = request.sampling.first_index
-    if token is None or token.index != index or not 0 <= token.token_id < spec.vocab_size:
-        raise TransferFailed(
-            f"the prompt's first token is {token}; it must have index {index} and an id of 0 to "
-            f"{spec.vocab_size - 1}",
-            reason="first_token",
-        )
-    return token

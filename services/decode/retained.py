@@ -7,23 +7,18 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from kvferry.kernels.decode_batch import Region
-from kvferry.services.decode.sequence import PinnedRows, Sequence, SequenceState
-from kvferry.shared.cache.arena import Allocation, ByteArena, align
-from kvferry.shared.cache.delta import RetainedChain, RetainedRows, RowNumbers
+from kvferry.services.decode.part import RetainedPart, retained_layout
+from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.sequence import Pinned, Sequence, SequenceState
+from kvferry.shared.cache.arena import Allocation, ByteArena
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import CapacityExceeded
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
-
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
 
 _SHRINK_BELOW = 0.75
 """An older selection is copied to less memory once it needs at most this part of what it has."""
@@ -34,11 +29,11 @@ class RetainedSelection:
     """The rows in the arena after one turn of a session.
 
     Attributes:
-        retained: the prompt's rows, and those of generated tokens; its `num_tokens` are all of them.
+        retained: the prompt's rows, and those of generated tokens, of all heads; its `num_tokens` are all of
+            them.
         token_ids: int64, of the tokens that have rows.
-        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the arena; with several ranks, of this one's
-            heads, as `allocation` is. `retained` is of all heads.
-        allocation: their bytes; less once rows that newer selections have are dropped from an older one.
+        part: rank 0's.
+        allocation: its bytes; less once rows that newer selections have are dropped from an older one.
         num_users: reservations that pin it; its bytes are not freed while there are any.
         listed: whether new reservations can still find it.
         is_settled: whether `shrink` has looked at it.
@@ -47,11 +42,16 @@ class RetainedSelection:
     session: SessionKey
     retained: RetainedRows
     token_ids: npt.NDArray[np.int64]
-    rows: tuple[tuple[Tensor, ...], ...]
+    part: RetainedPart
     allocation: Allocation
     num_users: int = 0
     listed: bool = True
     is_settled: bool = False
+
+    @property
+    def name(self) -> int:
+        """By which the ranks know it."""
+        return self.retained.transfer_id
 
     @property
     def is_unused(self) -> bool:
@@ -64,12 +64,6 @@ class RetainedSelection:
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
         return int(differs[0]) if differs.size else length
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of all rows of the prompt."""
-        token_bytes = sum(its[:, :1].nbytes for tensors in self.rows for its in tensors)
-        return token_bytes * self.retained.num_prompt_tokens
 
     def is_extended_by(self, manifest: Manifest) -> bool:
         """Whether the transfer left out these rows and its prompt begins with this whole prompt."""
@@ -107,22 +101,21 @@ class RetainedSelections:
     Args:
         retain_s: how long a session's selections stay after a turn; 0 retains none.
         release: frees bytes and grants them to waiting requests; called without this object's lock.
-        ranks: the worker's other ranks, which retain the rows of their heads at the same places.
 
     Attributes: has_grown: set when there is something to `shrink`, whose caller clears it.
     """
 
     def __init__(
         self,
+        parts: Parts,
         arena: ByteArena,
         *,
         retain_s: float,
         clock: Callable[[], float],
         release: Callable[[Allocation], None],
-        ranks: DecodeRanks | None = None,
     ) -> None:
+        self._parts = parts
         self._arena = arena
-        self._ranks = ranks
         self._retain_s = retain_s
         self._clock = clock
         self._release = release
@@ -152,26 +145,24 @@ class RetainedSelections:
                 return False
             num_tokens = sequence.resolved.num_prompt_tokens + sequence.num_appended
             token_ids = (*sequence.request.prompt_token_ids, *sequence.token_ids)[:num_tokens]
+            rows = RetainedRows(
+                transfer_id=sequence.name,
+                num_prompt_tokens=sequence.resolved.num_prompt_tokens,
+                num_tokens=num_tokens,
+                layers=sequence.positions,
+            )
+            allocation = sequence.hand_over_bytes()
+            self._parts.call_by_heads(
+                "retain", lambda first, number: (rows.transfer_id, rows.of_heads(first, number))
+            )
             selection = RetainedSelection(
                 session=session,
-                retained=RetainedRows(
-                    transfer_id=sequence.key.transfer_id,
-                    num_prompt_tokens=sequence.resolved.num_prompt_tokens,
-                    num_tokens=num_tokens,
-                    layers=sequence.positions,
-                ),
+                retained=rows,
                 token_ids=np.asarray(token_ids, np.int64),
-                rows=tuple(
-                    [
-                        tuple(map(its.regions.__getitem__, its.format.shape.row_names))
-                        for its in sequence.caches
-                    ]
-                ),
-                allocation=sequence.hand_over_bytes(),
+                part=self._parts.own.retained(rows.transfer_id),
+                allocation=allocation,
             )
         self._arena.advance(selection.allocation, "retained")
-        if self._ranks is not None:
-            self._ranks.retain(selection)
         with self._lock:
             former = self._chains.pop(session, None)
             earlier = former.selections if former is not None else []
@@ -184,7 +175,7 @@ class RetainedSelections:
         self.has_grown.set()
         return True
 
-    def pin(self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]) -> PinnedRows | None:
+    def pin(self, session: SessionKey | None, prompt_token_ids: tuple[int, ...]) -> Pinned | None:
         """Pin the session's rows that the prompt can reuse; None if there are none."""
         with self._lock:
             found = self._chains.get(session) if session is not None else None
@@ -195,11 +186,7 @@ class RetainedSelections:
             for selection in selections:
                 selection.num_users += 1
         chain = RetainedChain(selections=tuple(its.retained for its in selections))
-        return PinnedRows(
-            chain=chain.first(chain.depth, num_tokens),
-            layers=tuple(selection.rows for selection in selections),
-            unpin=lambda: self._unpin(selections),
-        )
+        return Pinned(chain=chain.first(chain.depth, num_tokens), unpin=lambda: self._unpin(selections))
 
     def touch(self, session: SessionKey | None) -> None:
         """Mark the session as most recently used, so that its selections are evicted last."""
@@ -214,11 +201,7 @@ class RetainedSelections:
         """
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
-            if (
-                session is None
-                or chain is None
-                or transfer_id not in (None, chain.selections[0].retained.transfer_id)
-            ):
+            if session is None or chain is None or transfer_id not in (None, chain.selections[0].name):
                 return 0
             del self._chains[session]
             freed = self._unlist(chain.selections)
@@ -251,9 +234,8 @@ class RetainedSelections:
             selection.listed = False
             if not spare.selections:
                 del self._chains[selection.session]
+        self._parts.drop(retained=selection.name)
         self._arena.free(selection.allocation)
-        if self._ranks is not None:
-            self._ranks.drop(retained=selection)
         return True
 
     def shrink(self) -> None:
@@ -275,7 +257,7 @@ class RetainedSelections:
                 return
             older_bytes = sum(its.allocation.size_bytes for its in chain.selections[1:])
             num_kept = len(chain.selections)
-            while older_bytes > newest.whole_bytes:
+            while older_bytes > newest.part.whole_bytes:
                 num_kept -= 1
                 older_bytes -= chain.selections[num_kept].allocation.size_bytes
             freed = self._unlist(chain.selections[num_kept:])
@@ -292,8 +274,18 @@ class RetainedSelections:
     def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
         """Returns: False if that has to wait, because the selection is pinned or memory is full."""
         left, numbers = selection.retained.left(newer)
-        its_numbers = numbers if self._ranks is None else self._ranks.own_heads(numbers)
-        regions, size_bytes = retained_layout(selection.rows, its_numbers)
+
+        def of_heads(first: int, number: int) -> tuple[object, ...]:
+            rows = left.of_heads(first, number)
+            return (
+                selection.name,
+                selection.allocation,
+                rows,
+                [its[first : first + number] for its in numbers],
+            )
+
+        num_own = self._parts.spec.num_kv_heads
+        _, size_bytes = retained_layout(selection.part.rows, [its[:num_own] for its in numbers])
         if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
             return True
         with self._lock:
@@ -306,11 +298,8 @@ class RetainedSelections:
                 selection.allocation = self._arena.reserve(size_bytes, owner=former.owner, state="retained")
             except CapacityExceeded:
                 return False
-            buffer = self._arena.buffer(selection.allocation)
-            selection.rows = copied_rows(selection.rows, regions, buffer, its_numbers)
             selection.retained = left
-            if self._ranks is not None:
-                self._ranks.shrunk(selection, numbers)
+            self._parts.call_by_heads("shrink", of_heads)
         self._release(former)
         return True
 
@@ -333,43 +322,5 @@ class RetainedSelections:
 
     def _free(self, selections: list[RetainedSelection]) -> None:
         for selection in selections:
+            self._parts.drop(retained=selection.name)
             self._release(selection.allocation)
-            if self._ranks is not None:
-                self._ranks.drop(retained=selection)
-
-
-def retained_layout(
-    rows: tuple[tuple[Tensor, ...], ...], numbers: list[RowNumbers]
-) -> tuple[list[list[Region]], int]:
-    """Regions for these rows of each layer, and the bytes of all."""
-    layers, offset = [], 0
-    for tensors, its in zip(rows, numbers, strict=True):
-        regions = []
-        for tensor in tensors:
-            shape = (*its.shape, tensor.shape[-1])
-            region = Region(offset=offset, shape=shape, dtype=tensor.dtype)
-            offset += align(region.size_bytes)
-            regions.append(region)
-        layers.append(regions)
-    return layers, offset
-
-
-def copied_rows(
-    rows: tuple[tuple[Tensor, ...], ...],
-    regions: list[list[Region]],
-    buffer: Tensor,
-    numbers: list[RowNumbers],
-) -> tuple[tuple[Tensor, ...], ...]:
-    """Copy rows of each layer to these regions of a buffer. Args: numbers: of the rows."""
-    return tuple(
-        _copied(its_rows, [region.view(buffer) for region in places], its)
-        for its_rows, places, its in zip(rows, regions, numbers, strict=True)
-    )
-
-
-def _copied(rows: tuple[Tensor, ...], places: list[Tensor], numbers: RowNumbers) -> tuple[Tensor, ...]:
-    """Copy rows of a layer. Args: numbers: of the rows, int64 `[H_kv, m]`."""
-    chosen = torch.from_numpy(numbers)[:, :, None].to(rows[0].device)
-    for source, place in zip(rows, places, strict=True):
-        place.copy_(source.gather(1, chosen.expand(-1, -1, source.shape[-1])))
-    return tuple(places)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import structlog
 
+from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.compression.formats.interface import Tensors
@@ -20,9 +19,6 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
-
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
 
 _MAX_ENDPOINTS = 64
 """Prefill workers for which threads stay."""
@@ -43,21 +39,20 @@ class HistoryReturner:
         num_threads: for each prefill worker.
         timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
         retained: takes over a sequence's bytes if its session's next turn can reuse them.
-        ranks: the worker's other ranks, which have the rows of the other heads.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
+        parts: Parts,
         sender: BlockSender,
         metrics: DecodeMetrics,
         *,
         num_threads: int,
         timeout_s: float,
         retained: RetainedSelections,
-        ranks: DecodeRanks | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._parts = parts
         self._retained = retained
         self._spec = spec
         self._sender = sender
@@ -98,18 +93,14 @@ class HistoryReturner:
     def _return(self, sequence: Sequence, manifest: Manifest) -> None:
         num_tokens = 0
         try:
-            ranks = self._ranks
-            with ranks.returning if ranks is not None else nullcontext():
+            with self._parts.returning:
                 with sequence.lock:
                     if sequence.state is SequenceState.CLOSED:
                         return
-                    layers = [cache.returned(sequence.num_appended) for cache in sequence.caches]
-                    if ranks is not None:
-                        ranks.ask_returned(sequence)
+                    returned = self._parts.returned(sequence.name, sequence.num_appended)
                     if not self._retained.retain(sequence):
                         sequence.release_bytes()
-                if ranks is not None:
-                    layers = ranks.with_returned(layers)
+                layers = returned()
             self._ship(sequence, manifest, layers)
             num_tokens = sequence.num_appended
         except KvferryError as error:
@@ -118,7 +109,7 @@ class HistoryReturner:
             _log.exception("history not returned", request_id=sequence.request.request_id)
         finally:
             if num_tokens == 0:
-                self._retained.drop(sequence.request.session, transfer_id=sequence.key.transfer_id)
+                self._retained.drop(sequence.request.session, transfer_id=sequence.name)
             self._end(sequence, num_tokens=num_tokens)
 
     def _end(self, sequence: Sequence, *, num_tokens: int) -> None:

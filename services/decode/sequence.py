@@ -11,15 +11,14 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import structlog
 import torch
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
-from torch import Tensor
 
+from kvferry.services.decode.receiver import PartArrived, SequencePart
 from kvferry.shared.cache.arena import Allocation, SequenceLayout
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -33,9 +32,6 @@ from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.sender import OutgoingTransfer
 
-if TYPE_CHECKING:
-    from kvferry.services.decode.rank_messages import PartArrived
-
 _log = structlog.get_logger(__name__)
 
 
@@ -48,7 +44,7 @@ def written_so_far(device: torch.device) -> torch.cuda.Event | None:
         receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
                         (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
         a request's     the copy of a prompt that siblings share (`DecodeService._begin_shared`)
-        engine's        moves: growth, compaction, back from the host (`Sequence.move`); the warm-up's prompts
+        engine's        moves: growth, compaction, back from the host (`Part.move`); the warm-up's prompts
         sweeper's       retained rows copied to less memory, which only the receiver's thread reads
 
     A sequence has a mark behind its own last write of these, for which its join waits. A stream works in
@@ -124,26 +120,14 @@ class SequenceState(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinnedRows:
-    """A session's retained rows that a transfer may leave out.
+class Pinned:
+    """A session's retained rows, of all heads, that a transfer may leave out.
 
-    Attributes:
-        layers: for each selection of `chain`, each layer's tensors of rows `[H_kv, cap, D]` in the arena.
-        unpin: to be called once.
+    Attributes: unpin: to be called once.
     """
 
     chain: RetainedChain
-    layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
     unpin: Callable[[], None]
-
-    def first(self, depth: int, num_tokens: int) -> PinnedRows:
-        """As `RetainedChain.first`."""
-        return replace(self, chain=self.chain.first(depth, num_tokens), layers=self.layers[:depth])
-
-    def of_heads(self, first: int, number: int) -> PinnedRows:
-        """With the positions of so many heads from the first on, where `layers` are of those already."""
-        selections = tuple(its.of_heads(first, number) for its in self.chain.selections)
-        return replace(self, chain=RetainedChain(selections=selections))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -161,7 +145,7 @@ class Sequence:
                                 and released the bytes or handed them over; after that, its thread closes
 
     Attributes:
-        layout: of the plan; if prefill measures rows per layer, of their mean until the manifest is accepted;
+        part: rank 0's heads.
         room: new tokens for which the layout has room; `memory.py` adds more.
         router: whose request it is; its status calls move the lease.
         lease_until_s: when it is closed unless its transfer is complete by then.
@@ -173,9 +157,10 @@ class Sequence:
         arrival: grows from sequence to sequence in the order in which the engine received them.
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
-        prompt_bytes: of the prompt's cache in all ranks, if there are several.
-        arrived: the first token and the seconds at which the transfer began that brought it, once all blocks
-            are there that this process takes; `parts`: what other ranks have taken, by rank.
+        prompt_bytes: of the prompt's cache in all ranks; own_bytes: in rank 0.
+        arrived: the parts of which all blocks are there, by rank.
+        first_token: came with the last of rank 0's; its transfer began at `began_s`.
+        num_without_retained: ranks whose transfer has begun and leaves out no retained rows.
         written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
         span: the current stage; `enter_stage` ends it and begins the next.
@@ -183,7 +168,7 @@ class Sequence:
 
     request: GenerateRequest
     resolved: ResolvedPlan
-    layout: SequenceLayout
+    part: SequencePart
     room: int
     key: TransferKey
     allocation: Allocation
@@ -201,15 +186,17 @@ class Sequence:
     cut_off: bool = False
     arrival: int = 0
     manifest: Manifest | None = None
-    caches: tuple[LayerCache, ...] = ()
     outgoing: OutgoingTransfer | None = None
-    pinned: PinnedRows | None = None
+    pinned: Pinned | None = None
     positions: tuple[Positions | None, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
     prompt_bytes: int = 0
-    arrived: tuple[SampledToken, float] | None = None
-    parts: dict[int, PartArrived] = field(default_factory=dict)
+    own_bytes: int = 0
+    arrived: dict[int, PartArrived] = field(default_factory=dict)
+    first_token: SampledToken | None = None
+    began_s: float = 0.0
+    num_without_retained: int = 0
     committed_s: float | None = None
     written: torch.cuda.Event | None = None
     is_in_arena: bool = True
@@ -217,8 +204,20 @@ class Sequence:
     span: Span = INVALID_SPAN
 
     def __post_init__(self) -> None:
+        self.name = self.key.transfer_id
+        """By which the ranks know it."""
         self.plan = self.resolved
         """`resolved` with the rows per layer that prefill measured, if it measures them."""
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Of one rank's heads."""
+        return self.part.layout
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """Rank 0's layers, once they have arrived."""
+        return self.part.caches
 
     @property
     def num_tokens(self) -> int:
@@ -257,24 +256,9 @@ class Sequence:
         num_rows = min(self.num_appended + num_steps, self.resolved.max_new_tokens - 1)
         return num_rows > self.room - 1
 
-    def move(self, layout: SequenceLayout, room: int, allocation: Allocation | None, buffer: Tensor) -> None:
-        """Copy the layers to other memory and continue there. The caller releases the former allocation.
-
-        Args: allocation: of `buffer`; None if that is host memory.
-        """
-        with self.lock:
-            for cache, layer in zip(self.caches, layout.layers, strict=True):
-                cache.move(layer.format, layer.views(buffer))
-            self.written = written_so_far(buffer.device)
-            self.is_in_arena = allocation is not None
-            if allocation is not None:
-                self.allocation = allocation
-            self.layout, self.room = layout, room
-
     def release_bytes(self) -> None:
-        """Drop the views of the arena bytes, then release the bytes. Idempotent."""
+        """Release the arena bytes. Idempotent."""
         with self.lock:
-            self.caches = ()
             if self.is_in_arena:
                 self.is_in_arena = False
                 self.release(self.allocation)
@@ -282,7 +266,6 @@ class Sequence:
     def hand_over_bytes(self) -> Allocation:
         """Transfer the arena bytes to the caller, which must free them. Call once, under `lock`."""
         assert self.is_in_arena, self.state
-        self.caches = ()
         self.is_in_arena = False
         return self.allocation
 
@@ -304,7 +287,7 @@ class Sequence:
             self.state = SequenceState.CLOSED
             self.enter_stage("")
             self.release_retained()
-            self.forget(self)  # before its bytes are released, which other ranks then no longer write to
+            self.forget(self)  # before its bytes are released, to which no rank then writes any more
             self.release_bytes()
         if error is not None:
             self.events.put(error)

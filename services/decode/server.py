@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
 from kvferry.shared.device_loss import end_process
 from kvferry.shared.metrics import DecodeMetrics

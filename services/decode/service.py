@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
-from kvferry.services.decode.ranks import DecodeRanks
-from kvferry.services.decode.receiver import CacheReceiver, checked_first_token
+from kvferry.services.decode.parts import Arrivals, Parts, checked_first_token
+from kvferry.services.decode.receiver import Expected
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.returned import HistoryReturner
 from kvferry.services.decode.sequence import (
@@ -65,7 +65,6 @@ from kvferry.shared.errors import (
 from kvferry.shared.kernel_paths import ShownPaths
 from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.grammar import GrammarCompiler
@@ -115,12 +114,8 @@ class DecodeService:
         self._rank_transport = rank_transport
         self._clock = clock
         self._spec = model.spec
-        ranks = self._ranks = DecodeRanks(model) if isinstance(model, ParallelModel) else None
         self._num_ranks = model.num_ranks
         self._kernel_paths = ShownPaths("decode", model.device)
-        self._methods = applicable_methods(model.spec.layers)
-        if ranks is not None:
-            self._methods = ranks.methods(self._methods)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
         self._metrics = metrics
@@ -133,13 +128,15 @@ class DecodeService:
             model.device,
             observer=self._show_arena,
         )
+        self._parts = Parts(model, self._arena.memory)
+        self._methods = self._parts.methods(applicable_methods(model.spec.layers))
         self._reservations = Reservations()
         self._retained = RetainedSelections(
+            self._parts,
             self._arena,
             retain_s=config.retain_s,
             clock=clock,
             release=lambda allocation: self._scheduler.release(allocation),
-            ranks=ranks,
         )
         self._scheduler = Scheduler(
             self._arena,
@@ -148,24 +145,23 @@ class DecodeService:
             evict=self._retained.evict,
         )
         self._memory = SequenceMemory(
-            self._spec if ranks is None else ranks.spec,
+            self._parts,
             self._arena,
             self._scheduler,
             on_swapped_out=metrics.preempted.labels(self._spec.name).inc,
-            ranks=ranks,
         )
         self._sender = sender
         self._returner = HistoryReturner(
             self._spec,
+            self._parts,
             sender,
             metrics,
             num_threads=config.history_threads,
             timeout_s=config.history_timeout_s,
             retained=self._retained,
-            ranks=ranks,
         )
         warm_up = None
-        if config.warm_up and ranks is None and needs_warm_up("decode", model):
+        if config.warm_up and self._num_ranks == 1 and needs_warm_up("decode", model):
             warm_up = partial(
                 warm_up_steps,
                 model,
@@ -185,21 +181,23 @@ class DecodeService:
             shadow_check=config.shadow_check,
             num_threads=config.threads if config.tensor_parallel == 1 else 0,
             on_device_lost=on_device_lost,
-            ranks=ranks,
+            parts=self._parts,
         )
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
-        self._prompts = SharedPrompts(lease_s=config.lease_s, clock=clock, ranks=ranks)
-        self._receiver = CacheReceiver(
-            self._spec,
-            self._arena,
-            self._reservations,
-            metrics,
-            prompts=self._prompts,
-            clock=clock,
-            submit=self._engine.submit,
-            ranks=ranks,
+        self._prompts = SharedPrompts(self._parts, lease_s=config.lease_s, clock=clock)
+        self._parts.listen(
+            Arrivals(
+                self._spec,
+                self._parts,
+                self._arena,
+                self._reservations,
+                metrics,
+                share=self._prompts.put,
+                clock=clock,
+                submit=self._engine.submit,
+            )
         )
         self._server_factory = server_factory
         self._server: BlockServer | None = None
@@ -229,15 +227,8 @@ class DecodeService:
 
     async def start(self) -> None:
         """Listen for blocks, start the engine and the lease sweeper."""
-        if self._ranks is not None:
-            await asyncio.to_thread(
-                self._ranks.start,
-                arena_bytes=self._arena.size_bytes,
-                max_batch_size=self._config.max_batch_size,
-            )
-            assert self._rank_transport is not None, "there are other ranks"
-            await asyncio.to_thread(self._ranks.listen, self._rank_transport, self._receiver)
-        self._server = self._server_factory(self._receiver)
+        await asyncio.to_thread(self._parts.start, self._rank_transport, self._config.max_batch_size)
+        self._server = self._server_factory(self._parts.own.receiver)
         self._engine.start()
         self._sweeper.start()
 
@@ -287,7 +278,7 @@ class DecodeService:
                     retained_transfer_id=chain.transfer_id if chain is not None else 0,
                     retained_tokens=chain.num_tokens if chain is not None else 0,
                     retained_depth=chain.depth if chain is not None else 0,
-                    part_endpoints=self._ranks.endpoints if self._ranks is not None else (),
+                    part_endpoints=self._parts.endpoints,
                 )
             )
             last = HistoryReturned if request.store_history else GenerationFinished
@@ -348,10 +339,9 @@ class DecodeService:
         with sequence.lock:
             if sequence.state is not SequenceState.RESERVED:
                 return
-            sequence.plan, sequence.prompt_bytes = shared.plan, shared.prompt_bytes
-            if self._ranks is not None:
-                self._ranks.copy(shared, sequence)
-            sequence.caches = shared.copied(sequence.layout, self._arena.buffer(sequence.allocation))
+            sequence.plan = shared.plan
+            sequence.prompt_bytes, sequence.own_bytes = shared.prompt_bytes, shared.own_bytes
+            self._parts.call("copy", shared.name, sequence.name)
             sequence.written = written_so_far(self._arena.device)
             self._arena.advance(sequence.allocation, "in_transfer")
             self._arena.advance(sequence.allocation, "running")
@@ -378,8 +368,7 @@ class DecodeService:
         layouts = [
             self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
         ]
-        if self._ranks is not None:
-            self._ranks.check(layouts[0], request.plan.method)
+        self._parts.check(layouts[0], request.plan.method)
         sizes_bytes = [
             measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
@@ -416,12 +405,25 @@ class DecodeService:
         chosen = next(i for i, size in enumerate(sizes_bytes) if size <= allocation.size_bytes)
         layout = layouts[chosen]
         lease_s = min(self._config.lease_s, timeout_s)
+        key = TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation)
+        pinned, expected = None, None
+        if shared is None:
+            if all(layer.format.is_plain for layer in layout.layers):  # only plain rows can be reused
+                pinned = self._retained.pin(request.session, request.prompt_token_ids)
+            selections = () if pinned is None else pinned.chain.selections
+            expected = Expected(
+                resolved=plans[chosen],
+                room=room,
+                returns_generated=request.store_history,
+                retained=tuple((its.transfer_id, its.num_tokens) for its in selections),
+            )
         sequence = Sequence(
             request=request,
             resolved=plans[chosen],
-            layout=layout,
+            part=self._parts.call("begin", key, allocation, layout, expected),
             room=room,
-            key=TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation),
+            key=key,
+            pinned=pinned,
             allocation=allocation,
             router=calling_router.get(),
             lease_until_s=self._clock() + lease_s,
@@ -430,21 +432,15 @@ class DecodeService:
             assembler=assembler,
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
             release=self._scheduler.release,
-            forget=self._reservations.remove if self._ranks is None else self._forget,
+            forget=self._forget,
         )
-        # only plain rows can be reused
-        if shared is None and all(layer.format.is_plain for layer in layout.layers):
-            sequence.pinned = self._retained.pin(request.session, request.prompt_token_ids)
         self._reservations.add(sequence)
-        if self._ranks is not None and shared is None:
-            self._ranks.expect(sequence)
         return sequence, lease_s
 
     def _forget(self, sequence: Sequence) -> None:
-        """Of several ranks: remove a sequence that has ended."""
-        assert self._ranks is not None
+        """Remove a sequence that has ended, before its bytes are released."""
         self._reservations.remove(sequence)
-        self._ranks.drop(sequence=sequence)
+        self._parts.drop(sequence=sequence.name)
 
     def _acceptable(self, plan: CompressionPlan) -> tuple[CompressionPlan, ...]:
         """The plan as requested, then with smaller budgets if this worker may use them."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels import dispatch
+from kvferry.kernels.case import TOLERANCES
 from kvferry.kernels.decode_batch import CachedRows, WindowRows
 from kvferry.kernels.hsa import write_page_extremes
 from kvferry.kernels.hsa.batch import SparseRows
 from kvferry.kernels.kivi.batch import QuantisedRows
-from kvferry.kernels.op_checks import TOLERANCES
 from kvferry.kernels.packed_hsa.batch import SparsePackedRows
 from kvferry.kernels.quarantine import Reason, is_quarantined, quarantine
 from kvferry.kernels.softmax import Scaling

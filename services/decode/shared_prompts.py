@@ -7,33 +7,27 @@ before its first step. Each sibling's request then begins with a copy, in place 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-
+from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence
-from kvferry.shared.cache.arena import SequenceLayout
-from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
-if TYPE_CHECKING:
-    from kvferry.services.decode.ranks import DecodeRanks
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrompt:
-    """A prompt's KV in host memory, as `Sequence` has it before its first step.
+    """A prompt whose KV every rank has in host memory, as of its `Sequence` before its first step. They drop
+    it with this object.
 
     Attributes:
         requested, max_tokens: what the request asked for; `resolved` and `plan` are as of `Sequence`.
-        room: new tokens for which `caches` have room.
-        transfer_id: of the transfer that brought it.
-        layout: of `caches`.
-        prompt_bytes: as of `Sequence`.
+        room: new tokens for which it has room.
+        name: of the sequence that brought it.
+        prompt_bytes, own_bytes: as of `Sequence`.
     """
 
     token_ids: tuple[int, ...]
@@ -42,17 +36,9 @@ class SharedPrompt:
     resolved: ResolvedPlan
     plan: ResolvedPlan
     room: int
-    caches: tuple[LayerCache, ...]
-    layout: SequenceLayout
-    transfer_id: int
+    name: int
     prompt_bytes: int
-
-    def copied(self, layout: SequenceLayout, buffer: torch.Tensor) -> tuple[LayerCache, ...]:
-        """The layers of a sequence of its own. Args: layout: with room for as many tokens, or more."""
-        return tuple(
-            cache.copied(layer.format, layer.views(buffer))
-            for cache, layer in zip(self.caches, layout.layers, strict=True)
-        )
+    own_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -71,15 +57,11 @@ class SharedPrompts:
     A sibling that waits for arena memory has taken its prompt already, so it does not expire under it.
 
     Attributes: entries: by the request that brought the prompt.
-    Args:
-        clock: monotonic seconds.
-        ranks: the worker's other ranks, which store their heads of each prompt.
+    Args: clock: monotonic seconds.
     """
 
-    def __init__(
-        self, *, lease_s: float, clock: Callable[[], float], ranks: DecodeRanks | None = None
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, parts: Parts, *, lease_s: float, clock: Callable[[], float]) -> None:
+        self._parts = parts
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -87,8 +69,7 @@ class SharedPrompts:
 
     def put(self, sequence: Sequence) -> None:
         """Store a copy of the sequence's prompt for its siblings, before its first step."""
-        request, layout = sequence.request, sequence.layout
-        buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        request = sequence.request
         prompt = SharedPrompt(
             token_ids=request.prompt_token_ids,
             requested=request.plan,
@@ -96,16 +77,12 @@ class SharedPrompts:
             resolved=sequence.resolved,
             plan=sequence.plan,
             room=sequence.room,
-            caches=tuple(
-                cache.copied(layer.format, layer.views(buffer))
-                for cache, layer in zip(sequence.caches, layout.layers, strict=True)
-            ),
-            layout=layout,
-            transfer_id=sequence.key.transfer_id,
+            name=sequence.name,
             prompt_bytes=sequence.prompt_bytes,
+            own_bytes=sequence.own_bytes,
         )
-        if self._ranks is not None:
-            self._ranks.share(sequence, prompt)
+        self._parts.call("share", sequence.name)
+        weakref.finalize(prompt, self._parts.drop_prompt, sequence.name).atexit = False
         entry = _Entry(prompt=prompt, num_left=request.num_siblings, until_s=self._clock() + self._lease_s)
         with self._lock:
             self.entries[request.request_id] = entry

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from kvferry.kernels.dispatch import KernelUnavailable
 from kvferry.kernels.quarantine import quarantined
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.compression.formats.interface import LayerCache
-from kvferry.shared.errors import KvferryError
+from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
@@ -108,7 +108,7 @@ class StepInput:
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
         written: when its layers are written; see `StepDevice.follow`.
-        sequence: the id of the transfer that brought it, by which other ranks know it.
+        name: by which other ranks know it.
     """
 
     caches: tuple[LayerCache, ...]
@@ -119,7 +119,7 @@ class StepInput:
     stop_ids: frozenset[int]
     sampler: SequenceSampler
     written: torch.cuda.Event | None = None
-    sequence: int = 0
+    name: int = 0
 
 
 class BatchSlots:
@@ -140,14 +140,12 @@ class BatchSlots:
 
     Args:
         num_slots: S.
+        spec: of the heads that are attended here.
         arena: any part of the memory that all sequences are in.
-        spec: of the heads that are attended here, if these are not all.
     """
 
-    def __init__(
-        self, model: LanguageModel, num_slots: int, arena: Tensor, spec: ModelSpec | None = None
-    ) -> None:
-        spec, device = spec or model.spec, model.device
+    def __init__(self, model: LanguageModel, spec: ModelSpec, num_slots: int, arena: Tensor) -> None:
+        device = model.device
         self.attention = SlotAttention(spec, num_slots, arena)
         self.sampler = BatchSampler(num_slots, spec.vocab_size, device)
         self.numbers = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
@@ -376,20 +374,30 @@ class StepRunner:
         model: on the device; used by no other thread.
         max_batch_size: sequences that may be placed at the same time.
         warn: called with the reason if a capture fails.
+        spec: of the heads that are attended here, if these are not all.
+        tell_others: `Parts.tell_others`: other ranks have the same sequences in the same slots.
 
     Attributes: captures: so far.
     """
 
     def __init__(
-        self, model: LanguageModel, device: StepDevice, *, max_batch_size: int, warn: Callable[[str], None]
+        self,
+        model: LanguageModel,
+        device: StepDevice,
+        *,
+        max_batch_size: int,
+        warn: Callable[[str], None],
+        spec: ModelSpec | None = None,
+        tell_others: Callable[..., None] = lambda name, *args: None,
     ) -> None:
+        self._tell = tell_others
         self._model = model
         self._device = device
         self._max_batch_size = max_batch_size
         self._warn = warn
         self.captures = Captures()
         self._steps: OrderedDict[tuple[Hashable, Hashable], DecodeStep] = OrderedDict()
-        self._spec = model.spec
+        self._spec = spec or model.spec
         self._slots: BatchSlots | None = None
         self._step: DecodeStep | None = None
         self._num_quarantined = 0
@@ -425,9 +433,10 @@ class StepRunner:
             if self._slots is None:
                 arena = next(its for cache in given.caches for its in cache.regions.values())
                 num_slots = self._num_slots(self._max_batch_size)
-                self._slots = BatchSlots(self._model, num_slots, arena, self._spec)
+                self._slots = BatchSlots(self._model, self._spec, num_slots, arena)
             slot = self._slots.free_slot()
             self._slots.place(slot, given)
+        self._tell("place", slot, given.name, given.num_appended)
         self._step = None
         return slot
 
@@ -442,12 +451,15 @@ class StepRunner:
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
             self._slots.remove(slot)
+        self._tell("vacate", slot)
         self._step = None
 
     def reset(self) -> None:
         """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
         self._slots = self._step = None
         self._steps.clear()
+        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
+            self._tell("reset")
 
     def launch(self, *, eager_steps: int = 0) -> LaunchedStep:
         """Launch a step: one token for every sequence of the batch that has not ended.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 
@@ -21,13 +20,12 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
-from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.parts import PrefillRanks, PromptTransfer
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
-from kvferry.services.prefill.ranks import PrefillRanks, RankedTransfer
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
-from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens, plan_digest
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.freeing_rate import FreeingRate
@@ -39,7 +37,6 @@ from kvferry.shared.telemetry import carrier, stage
 from kvferry.shared.warm_up import needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
 
 log = structlog.get_logger(__name__)
 
@@ -88,19 +85,16 @@ class PrefillEngine:
         *,
         model: LanguageModel,
         store: HistoryStore,
-        sender: BlockSender,
+        ranks: PrefillRanks,
         receiver: HistoryReceiver,
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
-        ranks: PrefillRanks | None = None,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Args: ranks: the worker's other ranks, which ship their heads; None: there are none."""
         self._ranks = ranks
         self._on_device_lost = on_device_lost
         self._model = model
-        self._sender = sender
         self._receiver = receiver
         self._metrics = metrics
         self._config = config
@@ -354,37 +348,23 @@ class PrefillEngine:
             self._observe(first, layers.times, reused_by_tier if turn is not None else None)
         return first
 
-    def _open(
-        self, job: PrefillJob, measured: ResolvedPlan
-    ) -> OutgoingTransfer | PartedTransfer | RankedTransfer:
+    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> PromptTransfer:
         """Open the transfer of the final plan."""
+        is_final = measured is job.resolved
         with job.lock:
-            manifest, timeout_s = self._manifest(job, measured), self._config.transfer_timeout_s
-            if (
-                self._ranks is not None
-                and compresses_heads_apart(measured, job.formats)
-                and not num_draft_tokens(measured)
-            ):
-                job.transfer = self._ranks.open(
-                    self._sender,
-                    job.ticket,
-                    manifest,
-                    measured,
-                    retained=job.retained,
-                    num_bins=job.request.retained_bins,
-                    with_positions=job.retained_as is not None,
-                    timeout_s=timeout_s,
-                    deadline_s=time.monotonic() + max(0.0, job.deadline_s - self._clock()),
-                )
-            elif job.ticket.part_endpoints:
-                formats = make_formats(self._model.spec, measured)
-                job.transfer = PartedTransfer(
-                    self._sender, job.ticket, manifest, formats, timeout_s=timeout_s
-                )
-            else:
-                job.transfer = self._sender.open(
-                    job.ticket, manifest, timeout_s=timeout_s, keeps_failed=not job.request.probe
-                )
+            job.transfer = self._ranks.open(
+                job.ticket,
+                self._manifest(job, measured),
+                measured,
+                job.formats if is_final else make_formats(self._model.spec, measured),
+                retained=job.retained,
+                num_bins=job.request.retained_bins,
+                with_positions=job.retained_as is not None,
+                with_rows=job.turn is not None,
+                keeps_failed=not job.request.probe,
+                timeout_s=self._config.transfer_timeout_s,
+                left_s=max(0.0, job.deadline_s - self._clock()),
+            )
             return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:

@@ -10,8 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 
 import structlog
 
-from kvferry.services.prefill.parts import PartedTransfer
-from kvferry.services.prefill.ranks import RankedTransfer
+from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
@@ -32,7 +31,6 @@ from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry import begin, current_context
 from kvferry.shared.wire.messages import TransferKey
-from kvferry.shared.wire.sender import OutgoingTransfer
 
 log = structlog.get_logger(__name__)
 
@@ -108,7 +106,7 @@ class PrefillJob:
         self.trace_context = current_context()
         self.queue_span = begin("queue")
         self.first: Future[FirstToken] = Future()
-        self.transfer: OutgoingTransfer | PartedTransfer | RankedTransfer | None = None
+        self.transfer: PromptTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None
@@ -145,7 +143,7 @@ class PrefillJob:
 
         Raises:
             TransferFailed: it is for another plan, rows were left out that only the first worker retains, or
-                see `OutgoingTransfer.redirect` ("resend").
+                see `PromptTransfer.redirect` ("resend").
         """
         with self.lock:
             if ticket.plan != self.resolved or self.retained is not None:
@@ -155,8 +153,6 @@ class PrefillJob:
                     reason="resend",
                 )
             if self.transfer is not None:
-                if ticket.part_endpoints:
-                    raise TransferFailed("a transfer is not sent again in parts", reason="resend")
                 self.transfer.redirect(ticket)
             self.ticket = ticket
 

@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
-from kvferry.services.prefill.ranks import RankedTransfer
 from kvferry.services.prefill.schedule import Pauses
-from kvferry.shared.cache.delta import NEW_ROWS, RetainedChain, ShippedRows, delta_tensors, layer_positions
+from kvferry.shared.cache.delta import NEW_ROWS, ShippedRows, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import encode_layer, make_formats
@@ -38,7 +36,6 @@ from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import NamedTensor
-from kvferry.shared.wire.sender import OutgoingTransfer
 
 _EMPTY = Encoded(tensors=())
 """A layer of which nothing is shipped."""
@@ -52,14 +49,6 @@ class PassTimes:
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
-
-
-class LayerSink(Protocol):
-    """A transfer's end for its layers."""
-
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
-        """See `OutgoingTransfer.send_layer`."""
-        ...
 
 
 class LayerShipper:
@@ -80,18 +69,10 @@ class LayerShipper:
         self._copies = copies
 
     def begin(
-        self,
-        transfer: LayerSink,
-        fmt: LayerFormat,
-        layer: int,
-        encoded: Encoded,
-        retained: RetainedChain | None,
+        self, transfer: PromptTransfer, fmt: LayerFormat, layer: int, encoded: Encoded
     ) -> Callable[[], None]:
-        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread.
-
-        Args: retained: rows that need not be sent, of the format's heads.
-        """
-        if retained is not None:
+        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread."""
+        if (retained := transfer.retained) is not None:
             tensors = encoded.finish(encoded.tensors)
             num_rows = tensors["keys"][:, :, 0].numel()
             tensors = delta_tensors(tensors, layer, retained)
@@ -141,7 +122,7 @@ class PromptPass:
         model: LanguageModel,
         copies: HostCopies,
         pauses: Pauses | None,
-        open_transfer: Callable[[ResolvedPlan], OutgoingTransfer | PartedTransfer | RankedTransfer],
+        open_transfer: Callable[[ResolvedPlan], PromptTransfer],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],
@@ -210,8 +191,8 @@ class PromptPass:
             if self._waits:
                 self._ship_waiting(logits)
             self._handing.settle()
-        if isinstance(self._job.transfer, RankedTransfer):
-            self._job.transfer.add_rows(self.rows)
+        assert self._job.transfer is not None, "layers were shipped"
+        self._job.transfer.add_rows(self.rows)
         self._job.saved_bytes = self.rows.saved_bytes
         self.times.pack_s += self._shipper.sending_s
         self.times.history_store_s += self._handed.history_store_s
@@ -292,10 +273,7 @@ class PromptPass:
     @property
     def division(self) -> Division | None:
         """See `DividingObserver.division`."""
-        job, transfer = self._job, self._job.transfer
-        if not isinstance(transfer, RankedTransfer):
-            return None
-        return Division(plan=transfer.plan, with_rows=job.turn is not None, transfer=transfer.key)
+        return None if self._job.transfer is None else self._job.transfer.division
 
     @contextmanager
     def compressing(self, layer: int) -> Iterator[None]:
@@ -309,7 +287,7 @@ class PromptPass:
         """See `DividingObserver.layer_compressed`. Raises Cancelled, TransferFailed."""
         self._job.check_cancelled()
         if layer >= self._shipped_layers:
-            assert isinstance(self._job.transfer, RankedTransfer)
+            assert self._job.transfer is not None, "it divides the prompt"
             self._ship_complete(self._job.transfer.formats, layer, part)
         self._end_layer(layer, rows)
         self._pauses.offer()  # not before the layer is handed over: another rank may wait for that
@@ -420,7 +398,7 @@ class PromptPass:
     def _ship(
         self,
         resolved: ResolvedPlan,
-        formats: tuple[LayerFormat, ...],
+        formats: Sequence[LayerFormat],
         inputs: LayerInputs,
         scores: Tensor | None = None,
     ) -> None:
@@ -434,7 +412,7 @@ class PromptPass:
         self._compressing.append(end())
         self._ship_complete(formats, inputs.layer, encoded)
 
-    def _ship_complete(self, formats: tuple[LayerFormat, ...], layer: int, encoded: Encoded) -> None:
+    def _ship_complete(self, formats: Sequence[LayerFormat], layer: int, encoded: Encoded) -> None:
         """Ship the layers that are complete, this one among them, up to the first that is not. With measured
         budgets, states wait until the transfer is open."""
         self._complete[layer] = encoded
@@ -448,8 +426,7 @@ class PromptPass:
     def _send(self, fmt: LayerFormat, layer: int, encoded: Encoded) -> None:
         begin_s, transfer = self._clock(), self._job.transfer
         assert transfer is not None, "the transfer is not open"
-        retained = transfer.retained if isinstance(transfer, RankedTransfer) else self._job.retained
-        self._handing.work.append(self._shipper.begin(transfer, fmt, layer, encoded, retained))
+        self._handing.work.append(self._shipper.begin(transfer, fmt, layer, encoded))
         self.times.pack_s += self._clock() - begin_s
 
     def _stage_state(self, turn: StagedTurn, layer: int, tensors: Tensors) -> None:

@@ -15,31 +15,23 @@ from multiprocessing.connection import Connection
 
 import structlog
 
+from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import HandOver, HostCopies, host_copies
-from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.prompt_pass import LayerShipper
-from kvferry.services.prefill.rank_messages import (
-    Abort,
-    Connected,
-    Forget,
-    LayerSent,
-    PartAcknowledged,
-    PartFailed,
-    Ship,
-    Start,
-)
 from kvferry.services.prefill.schedule import MAX_STARTED
-from kvferry.shared.cache.delta import ShippedRows
+from kvferry.shared.cache.delta import RetainedChain, ShippedRows
 from kvferry.shared.certs import Certs
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.kept import KeptMap
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
 from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
 from kvferry.shared.model.parallel.follower import FollowingRank
-from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.messages import EndRecord, TransferKey
+from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.worker import ProcessTransport
 
@@ -60,23 +52,23 @@ class Shipment:
 
     def __init__(
         self,
-        command: Ship,
-        transfer: PartedTransfer,
-        spec: ModelSpec,
-        copies: HostCopies,
-        note: Callable[[object], None],
+        key: TransferKey,
+        transfer: PromptTransfer,
+        shipper: LayerShipper,
+        note: Callable[[tuple[object, ...]], None],
         *,
+        with_positions: bool,
+        timeout_s: float,
         pool: ThreadPoolExecutor,
         waiters: ThreadPoolExecutor,
     ) -> None:
-        num_tokens = command.plan.num_prompt_tokens
-        kept = KeptMap(num_tokens=num_tokens, num_bins=command.num_bins) if command.num_bins else None
-        self._command = command
-        self._key = command.manifest.key
+        """Args: with_positions: whether the positions of rows are wanted; timeout_s: for all of it."""
+        self._key = key
         self._transfer = transfer
-        self._formats = make_formats(spec, command.plan)
-        self._shipper = LayerShipper(spec, copies, ShippedRows(kept_map=kept), time.monotonic)
+        self._shipper = shipper
         self._note = note
+        self._with_positions = with_positions
+        self._timeout_s = timeout_s
         self._waiters = waiters
         self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
         self._num_taken = 0
@@ -90,8 +82,7 @@ class Shipment:
         try:
             if isinstance(part, Exception):
                 raise part
-            fmt, retained = self._formats[layer], self._command.retained
-            send = self._shipper.begin(self._transfer, fmt, layer, part, retained)
+            send = self._shipper.begin(self._transfer, self._transfer.formats[layer], layer, part)
         except Exception as error:
             self._fail(error)
             return
@@ -109,13 +100,13 @@ class Shipment:
             return
         try:
             send()
-            is_last = layer == len(self._formats) - 1
+            is_last = layer == len(self._transfer.formats) - 1
             if is_last:
                 self._transfer.finish(EndRecord(key=self._key, num_blocks=0, payload_bytes=0))
             rows = self._shipper.rows
-            if not self._command.with_positions:
+            if not self._with_positions:
                 rows.positions.clear()
-            self._note(LayerSent(key=self._key, layer=layer, rows=rows if is_last else None))
+            self._note(("sent", self._key, layer, rows if is_last else None))
             if is_last:
                 self._waiters.submit(self._wait)
         except Exception as error:
@@ -123,15 +114,8 @@ class Shipment:
 
     def _wait(self) -> None:
         try:
-            transfer_s = self._transfer.wait(self._command.timeout_s)
-            self._note(
-                PartAcknowledged(
-                    key=self._key,
-                    transfer_s=transfer_s,
-                    bytes_by_kind=self._transfer.bytes_by_kind,
-                    resent_bytes=self._transfer.resent_bytes,
-                )
-            )
+            transfer, transfer_s = self._transfer, self._transfer.wait(self._timeout_s)
+            self._note(("acknowledged", self._key, transfer_s, transfer.bytes_by_kind, transfer.resent_bytes))
         except Exception as error:
             self._fail(error)
 
@@ -142,7 +126,7 @@ class Shipment:
         if not isinstance(error, KvferryError):
             _log.error("a rank cannot ship its heads", exc_info=error)
             error = KvferryError(f"{type(error).__name__}: {error}", reason="internal")
-        self._note(PartFailed(key=self._key, error=error.with_traceback(None)))
+        self._note(("failed", self._key, error.with_traceback(None)))
 
 
 class PrefillRank(FollowingRank):
@@ -158,26 +142,21 @@ class PrefillRank(FollowingRank):
         self._pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
         self._waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
 
-    def run_other(self, command: object) -> None:
-        if isinstance(command, Start):
-            self.answer(self._start(command))
-        elif isinstance(command, Ship):
-            self._open(command)
-        elif isinstance(command, Forget):
-            if (shipment := self._shipments.pop(command.key, None)) is not None:
-                shipment.abort("forgotten")
-        else:
-            super().run_other(command)
-
-    def take_aside(self, word: object) -> None:
-        if isinstance(word, Abort) and (shipment := self._shipments.get(word.key)) is not None:
-            shipment.abort(word.reason)
+    def take_aside(self, word: tuple[TransferKey, str]) -> None:
+        key, reason = word
+        if (shipment := self._shipments.get(key)) is not None:
+            shipment.abort(reason)
 
     def part_taker(self, transfer: TransferKey) -> PartTaker:
         return self._shipments.get(transfer, NO_TAKER)  # it was aborted meanwhile
 
-    def _start(self, command: Start) -> KvferryError | None:
-        settings = command.settings
+    # ---- what the leading rank calls ---------------------------------------------------------------------
+
+    def start(self, settings: PrefillConfig) -> None:
+        """Make the rank's block sender; forget everything from before.
+
+        Args: settings: the worker's, with the folder of its keys.
+        """
         for shipment in self._shipments.values():
             shipment.abort("closed")
         self._shipments.clear()
@@ -185,34 +164,54 @@ class PrefillRank(FollowingRank):
             self._sender.close()
         self._copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
-        try:
-            certs = Certs(settings.certs, "prefill") if settings.certs else None
-            self._sender = ProcessTransport(settings, certs).sender(
-                buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
-                timeout_s=settings.transfer_timeout_s,
-                on_connected=lambda transport: self.note(Connected(transport=transport)),
-            )
-        except KvferryError as error:
-            return error.with_traceback(None)
-        return None
+        certs = Certs(settings.certs, "prefill") if settings.certs else None
+        self._sender = ProcessTransport(settings, certs).sender(
+            buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
+            timeout_s=settings.transfer_timeout_s,
+            on_connected=lambda transport: self.note(("connected", transport)),
+        )
 
-    def _open(self, command: Ship) -> None:
-        key, spec = command.manifest.key, self.model.spec
+    def ship(
+        self,
+        ticket: Ticket,
+        manifest: Manifest,
+        plan: ResolvedPlan,
+        retained: RetainedChain | None,
+        num_bins: int,
+        with_positions: bool,
+        timeout_s: float,
+    ) -> None:
+        """Open the transfer of the rank's heads, of which a pass follows.
+
+        Args:
+            manifest: of all heads; its key names the transfer from now on.
+            retained: rows that decode retains, of the rank's heads.
+            num_bins: as of `KeptMap`; 0: none is wanted.
+        """
+        key, spec = manifest.key, self.model.spec
         try:
             if self._sender is None or self._copies is None:
                 raise TransferFailed("the rank has no block sender", reason="closed")
-            transfer = PartedTransfer(
-                self._sender,
-                command.ticket,
-                command.manifest,
-                make_formats(spec, command.plan),
-                timeout_s=self._timeout_s,
-                rank=self.rank,
-                num_ranks=self.num_ranks,
-            )
+            transfer = PromptTransfer(
+                self._sender, ticket, manifest, make_formats(spec, plan),
+                timeout_s=self._timeout_s, retained=retained, rank=self.rank, num_ranks=self.num_ranks,
+            )  # fmt: skip
         except KvferryError as error:
-            self.note(PartFailed(key=key, error=error.with_traceback(None)))
+            self.note(("failed", key, error.with_traceback(None)))
             return
+        kept = KeptMap(num_tokens=plan.num_prompt_tokens, num_bins=num_bins) if num_bins else None
         self._shipments[key] = Shipment(
-            command, transfer, spec, self._copies, self.note, pool=self._pool, waiters=self._waiters
+            key,
+            transfer,
+            LayerShipper(spec, self._copies, ShippedRows(kept_map=kept), time.monotonic),
+            self.note,
+            with_positions=with_positions,
+            timeout_s=timeout_s,
+            pool=self._pool,
+            waiters=self._waiters,
         )
+
+    def forget(self, key: TransferKey) -> None:
+        """Nothing more is wanted of a transfer; it is aborted if it is not over."""
+        if (shipment := self._shipments.pop(key, None)) is not None:
+            shipment.abort("forgotten")

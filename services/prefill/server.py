@@ -11,7 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
-from kvferry.services.prefill.ranks import PREFILL_RANK, PrefillRanks
+from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.device_loss import end_process
@@ -24,7 +24,6 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.worker import BlockTransport, run_worker
 
@@ -54,19 +53,19 @@ async def build_service(
 ) -> tuple[PrefillService, CollectorRegistry]:
     """The service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
+    sender = transport.sender(
+        buffer_bytes=max(1, config.buffer_bytes // model.num_ranks),
+        timeout_s=config.transfer_timeout_s,
+        on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
+    )
     service = PrefillService(
         model=model,
         store=build_store(config, spec=model.spec, metrics=metrics),
-        sender=transport.sender(
-            buffer_bytes=max(1, config.buffer_bytes // model.num_ranks),
-            timeout_s=config.transfer_timeout_s,
-            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
-        ),
+        ranks=PrefillRanks(model, sender),
         server_factory=transport.server,
         metrics=metrics,
         config=config,
         clock=time.monotonic,
-        ranks=PrefillRanks(model) if isinstance(model, ParallelModel) else None,
         on_device_lost=end_process,
     )
     return service, metrics.registry

@@ -19,7 +19,7 @@ import structlog
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.ranks import PrefillRanks
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.turns import HistoryReceiver, PendingTable
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
@@ -62,7 +62,6 @@ from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
 from kvferry.shared.telemetry import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender
 
 log = structlog.get_logger(__name__)
 
@@ -88,16 +87,15 @@ class PrefillService:
         *,
         model: LanguageModel,
         store: HistoryStore,
-        sender: BlockSender,
+        ranks: PrefillRanks,
         server_factory: Callable[[BlockSink], BlockServer],
         metrics: PrefillMetrics,
         config: PrefillConfig,
         clock: Callable[[], float],
-        ranks: PrefillRanks | None = None,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Args:
-        ranks: of a model of several ranks, the others, which ship their heads.
+        ranks: with the sender, which is closed with the service.
         server_factory: makes the block server on which decode returns generated KV.
         clock: monotonic seconds.
         on_device_lost: called once if the device no longer works.
@@ -106,7 +104,6 @@ class PrefillService:
         self._kernel_paths = ShownPaths("prefill", model.device)
         self._methods = applicable_methods(model.spec.layers)
         self._store = store
-        self._sender = sender
         self._server_factory = server_factory
         self._metrics = metrics
         self._config = config
@@ -117,8 +114,8 @@ class PrefillService:
         )
         self._receiver = HistoryReceiver(spec=model.spec, store=store)
         self._engine = PrefillEngine(
-            model=model, store=store, sender=sender, receiver=self._receiver, metrics=metrics, config=config,
-            clock=clock, ranks=ranks, on_device_lost=on_device_lost,
+            model=model, store=store, ranks=ranks, receiver=self._receiver, metrics=metrics, config=config,
+            clock=clock, on_device_lost=on_device_lost,
         )  # fmt: skip
         self._ranks = ranks
         self._server: BlockServer | None = None
@@ -148,11 +145,10 @@ class PrefillService:
 
         Raises: ConfigurationError: another rank cannot ship.
         """
-        if self._ranks is not None:
-            connections = self._metrics.block_connections
-            await asyncio.to_thread(
-                self._ranks.start, self._config, lambda transport: connections.labels(transport).inc()
-            )
+        connections = self._metrics.block_connections
+        await asyncio.to_thread(
+            self._ranks.start, self._config, lambda transport: connections.labels(transport).inc()
+        )
         self._server = self._server_factory(self._receiver)
         self._engine.start(self._server.endpoint)
         self._sweeper = asyncio.create_task(self._sweep())
@@ -186,7 +182,7 @@ class PrefillService:
         self._engine.close()
         if self._server is not None:
             self._server.close()
-        self._sender.close()
+        self._ranks.sender.close()
         self._store.close()
         self._waiters.shutdown(wait=True)
 

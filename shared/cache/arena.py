@@ -10,11 +10,13 @@ regions of each layer's format in its range; decode computes it at admission, be
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,6 +190,11 @@ class ByteArena:
             del self._allocations[allocation.offset], self._states[allocation.offset]
             self._give_back(allocation.offset, allocation.size_bytes, state)
 
+    @property
+    def memory(self) -> Tensor:
+        """All bytes, uint8 `[size_bytes]`."""
+        return self._buffer
+
     def buffer(self, allocation: Allocation) -> Tensor:
         """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
@@ -335,3 +342,48 @@ def measured_limit_bytes(layout: SequenceLayout) -> int:
         one_row = replace(layer.format, rows=1, shape=shape)
         beside += sum(align(its.placed_bytes) + ALIGNMENT_BYTES for its in one_row.regions().values())
     return layout.size_bytes + beside
+
+
+class _Half:
+    """Pinned memory for one payload. Attributes: sent: mark behind the last copy from it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class ArenaCopier:
+    """Copies payloads from the transport's memory into the arena, on CUDA through pinned memory.
+
+        half 0    | payload 0 ── to the device ───────► | payload 2 ...      a half is written again only when
+        half 1                | payload 1 ── to the device ───────► |        the device has read it
+
+    On CUDA the bytes arrive on the thread's current stream, after `copy` has returned: work on that stream
+    finds them, and a step by a mark (`written_so_far`). Used only by the receiver's thread.
+    """
+
+    def __init__(self, max_payload_bytes: int, device: torch.device) -> None:
+        self._payload = np.empty(0, np.uint8)
+        self._half: _Half | None = None
+        self._halves: Iterator[_Half] | None = None
+        if device.type == "cuda":
+            self._halves = itertools.cycle([_Half(max_payload_bytes), _Half(max_payload_bytes)])
+
+    def load(self, payload: memoryview) -> None:
+        """Set the payload that `copy` reads from until the next call."""
+        self._payload = np.frombuffer(payload, np.uint8)
+        if self._halves is not None:
+            self._half = next(self._halves)
+            self._half.sent.synchronize()
+            self._half.pinned.numpy()[: payload.nbytes] = self._payload
+
+    def copy(self, target: Tensor, offset: int) -> None:
+        """Fill `target`, uint8 `[n]` in the arena or on the host, with the payload's bytes from `offset`."""
+        end = offset + target.numel()
+        if self._half is not None:
+            target.copy_(self._half.pinned[offset:end], non_blocking=True)
+            if target.is_cuda:  # else it is done
+                self._half.sent.record(torch.cuda.current_stream(target.device))
+        else:
+            # Not `copy_`: torch would split the block among its threads and wait for busy cores.
+            target.numpy()[:] = self._payload[offset:end]

@@ -270,6 +270,22 @@ class DeltaLayer:
         return self.format.open(regions, {} if index is None else {"index": index})
 
 
+@dataclass(frozen=True, kw_only=True)
+class PinnedRows:
+    """A session's retained rows, of one rank's heads, that a transfer may leave out.
+
+    Attributes:
+        layers: for each selection of `chain`, each layer's tensors of rows `[H_kv, cap, D]` in the arena.
+    """
+
+    chain: RetainedChain
+    layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
+
+    def first(self, depth: int, num_tokens: int) -> PinnedRows:
+        """As `RetainedChain.first`."""
+        return PinnedRows(chain=self.chain.first(depth, num_tokens), layers=self.layers[:depth])
+
+
 _Chain = tuple[RetainedRows, ...]
 """A session's selections, newest first; each was shipped without rows that older ones have."""
 

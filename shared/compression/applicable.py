@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvferry.shared.compression.attention.kinds import ATTENTIONS
+from kvferry.shared.compression.attention.kinds import attentions
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.presets import method_names, preset
@@ -35,7 +35,7 @@ def _problem(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> str | None
     """Why the plan's parts cannot attend to a layer, which is the first one; None if they can."""
     if layers and not any(its.has_rows for its in layers):
         return None if plan.method == "full" else "no layer attends, so there is no KV to compress"
-    kind, its_format = ATTENTIONS.get(plan.attention.name), format_class(plan.representation)
+    kind, its_format = attentions().get(plan.attention.name), format_class(plan.representation)
     takes_any = its_format.takes_any_softmax and kind is not None and kind.takes_any_softmax
     for number, layer in enumerate(layers):
         if layer.window:

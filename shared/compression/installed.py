@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, TypeVar
 
-from kvferry.shared.compression.interface import Method, ScorerFactory
+from kvferry.shared.compression.interface import LayerAllocation, Method, ScorerFactory
 from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from kvferry.shared.compression.attention.interface import AttentionKind
     from kvferry.shared.compression.formats.interface import LayerFormat
 
 GROUP = "kvferry.methods"
@@ -54,6 +55,22 @@ def installed_scorers() -> Mapping[str, ScorerFactory]:
     """As `installed_formats`, for scorers."""
     methods = installed_methods().items()
     return _by_name("scorer", {name: (its.plan.scorer, its.scorer) for name, its in methods})
+
+
+@functools.cache
+def installed_attentions() -> Mapping[str, type[AttentionKind]]:
+    """As `installed_formats`, for decode attentions."""
+    methods = installed_methods().items()
+    return _by_name("attention", {name: (its.plan.attention, its.attention) for name, its in methods})
+
+
+@functools.cache
+def installed_allocations() -> Mapping[str, LayerAllocation]:
+    """As `installed_formats`, for layer allocations."""
+    methods = installed_methods().items()
+    return _by_name(
+        "allocation", {name: (its.plan.layer_allocation, its.allocation) for name, its in methods}
+    )
 
 
 def _by_name(what: str, brought: Mapping[str, tuple[Part | None, _Entry | None]]) -> dict[str, _Entry]:

@@ -17,6 +17,7 @@ from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.model.spec import StateSpec, row_names
 
 if TYPE_CHECKING:
+    from kvferry.shared.compression.attention.interface import AttentionKind
     from kvferry.shared.compression.formats.interface import LayerFormat
 
 
@@ -236,6 +237,9 @@ class Scorer(Protocol):
 
 ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]
 """(a plan's parameters, rows to select per KV head) -> scorer; raises InvalidRequest on bad parameters."""
+LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
+"""(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, with just that mean.
+Raises InvalidRequest: parameters are missing, unknown or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +250,12 @@ class Method:
         plan: the preset; `plan.method` is the entry point's name.
         scorer: makes the scorer that `plan.scorer` names; None if that is one of kvferry's.
         format: the format that `plan.representation` names; None if that is one of kvferry's.
+        attention: the decode attention that `plan.attention` names; None if that is one of kvferry's.
+        allocation: the layer allocation that `plan.layer_allocation` names; None if that is one of kvferry's.
     """
 
     plan: CompressionPlan
     scorer: ScorerFactory | None = None
     format: type[LayerFormat] | None = None
+    attention: type[AttentionKind] | None = None
+    allocation: LayerAllocation | None = None

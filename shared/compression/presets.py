@@ -76,7 +76,6 @@ paper's 5 suffices. With 7 and 9 bits go to more tokens beside it (benchmarks/re
 Deviation: no width of 2. The tokens that a head retains share the bits of its K channels, and many tokens of
 2 bits in V leave few for K (the same results)."""
 _HSA = Part(name="hsa")
-_THINK = Part(name="think", params={"channel_retention": 0.5, "window": _WINDOW})
 _PACKED = Part(name="packed", params={"k_bits": 4, "v_bits": 4})
 _KIVI = Part(name="kivi", params={"bits": 4})
 _MEASURED = Part(name="attention_variance", params={"normalisation": "minmax"})
@@ -91,14 +90,6 @@ PRESETS: Mapping[str, CompressionPlan] = {
         CompressionPlan(method="full"),
         CompressionPlan(method="snapkv", scorer=_OBSERVED, budget=_SELECTED),
         CompressionPlan(method="rocketkv", scorer=_OBSERVED, attention=_HSA, budget=_READ),
-        CompressionPlan(method="exact-topk", attention=Part(name="exact_topk"), budget=_READ),
-        CompressionPlan(
-            method="quest", attention=Part(name="quest", params={"dense_layers": 2}), budget=_READ
-        ),
-        CompressionPlan(method="sparq", attention=Part(name="sparq"), budget=_READ),
-        CompressionPlan(
-            method="streamingllm", scorer=Part(name="streaming", params={"sinks": 4}), budget=_SELECTED
-        ),
         CompressionPlan(
             method="h2o",
             scorer=Part(name="heavy_hitters"),
@@ -119,12 +110,6 @@ PRESETS: Mapping[str, CompressionPlan] = {
             attention=_HSA,
             layer_allocation=_MEASURED,
             budget=_READ,
-        ),
-        CompressionPlan(
-            method="pyramidkv",
-            scorer=_OBSERVED,
-            layer_allocation=Part(name="pyramid", params={"window": _WINDOW, "beta": 20}),
-            budget=_SELECTED,
         ),
         CompressionPlan(
             method="compactor",
@@ -176,11 +161,8 @@ PRESETS: Mapping[str, CompressionPlan] = {
             representation=Part(name="ragged", params={"floor": 0.2}),
             budget=_SELECTED,
         ),
-        CompressionPlan(method="think", representation=_THINK),
-        CompressionPlan(method="snapkv-think", scorer=_OBSERVED, representation=_THINK, budget=_SELECTED),
         CompressionPlan(method="kivi", representation=_KIVI),
         CompressionPlan(method="snapkv-kivi", scorer=_OBSERVED, representation=_KIVI, budget=_SELECTED),
-        CompressionPlan(method="random", scorer=Part(name="random", params={"seed": 0}), budget=_SELECTED),
     )
 }
 

@@ -3,14 +3,14 @@
 Decode resolves a request's plan once, and the ticket carries it to prefill. All functions are pure and use
 integer, rational or decimal arithmetic, so budgets are the same on every platform.
 
-`ALLOCATIONS` are the layer allocations by name: how a plan's `layer_allocation` divides the retained rows
-among layers. Allocation comes before scoring, so every scorer works with every allocation.
+`ALLOCATIONS` are the package's layer allocations by name: how a plan's `layer_allocation` divides the
+retained rows among layers. Allocation comes before scoring, so every scorer works with every allocation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import get_args
@@ -22,10 +22,9 @@ from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.interface import Sizing
+from kvferry.shared.compression.installed import installed_allocations
+from kvferry.shared.compression.interface import LayerAllocation, Sizing
 from kvferry.shared.compression.plan import (
-    Allowed,
-    Between,
     CompressionPlan,
     LayerPlan,
     ParamValue,
@@ -33,6 +32,7 @@ from kvferry.shared.compression.plan import (
     ResolvedPlan,
     look_up,
     read_params,
+    with_installed,
 )
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.scorers import make_scorer
@@ -234,11 +234,6 @@ def _first_stage_rows(num_tokens: int, budget: int) -> int:
     return int(_DECIMAL.add(kept, _FLOOR_GUARD))
 
 
-LayerAllocation = Callable[[Mapping[str, ParamValue], int, int, int], list[int]]
-"""(params, mean rows, number of layers, tokens of the prompt) -> rows of each layer, with just that mean.
-Raises InvalidRequest: parameters are missing, unknown or out of range."""
-
-
 def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:
     """Rows of each of `num_layers` layers, `rows` on average.
 
@@ -251,7 +246,9 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
     Raises: InvalidRequest: an unknown name or bad parameters.
     """
-    allocation = look_up("layer_allocation", part.name, ALLOCATIONS)
+    allocation = look_up(
+        "layer_allocation", part.name, with_installed("allocations", ALLOCATIONS, installed_allocations())
+    )
     return allocation(part.params, rows, num_layers, num_tokens)
 
 
@@ -259,35 +256,6 @@ def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_t
     """The mean in every layer."""
     read_params("uniform", params, {})
     return [rows] * num_layers
-
-
-def _pyramid(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
-    """PyramidKV (Cai et al. 2024): many rows in the first layers, few in the last. `W + b_l` rows in layer l,
-    with b falling linearly from `2m - m/beta` to `m/beta`, `m = B - W`.
-
-    If the first layer would get more rows than the prompt has, it gets T and the slope is less steep; the
-    mean of b stays m. Fractions are rounded by largest remainder (the lower layer first), so that the total
-    is exactly B x L. If the budget does not exceed the window, every layer gets B.
-
-    Args: params: `window` (W) and `beta` (the paper's 20).
-    """
-    window, beta = read_params("pyramid", params, _PYRAMID).values()
-    mean = rows - window
-    if mean <= 0 or num_layers < 2:
-        return [rows] * num_layers
-    last = Fraction(mean, beta)
-    first = 2 * mean - last
-    if first > num_tokens - window:
-        first = Fraction(num_tokens - window)
-        last = 2 * mean - first
-    step = (first - last) / (num_layers - 1)
-    exact = [first - step * layer for layer in range(num_layers)]
-    floors = [int(share) for share in exact]
-    missing = mean * num_layers - sum(floors)
-    by_remainder = sorted(range(num_layers), key=lambda layer: (floors[layer] - exact[layer], layer))
-    for layer in by_remainder[:missing]:
-        floors[layer] += 1
-    return [window + share for share in floors]
 
 
 def _attention_variance(
@@ -302,9 +270,7 @@ def _attention_variance(
     return [rows] * num_layers
 
 
-_PYRAMID: Allowed = {"window": Between(1, 4096), "beta": Between(1, 4096)}
 ALLOCATIONS: Mapping[str, LayerAllocation] = {
     "uniform": _uniform,
-    "pyramid": _pyramid,
     "attention_variance": _attention_variance,
 }

@@ -15,7 +15,7 @@ import reprlib
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -292,6 +292,11 @@ encode_end, decode_end = _END.encode, _END.decode
 _KINDS: dict[str, type[TransferFailed]] = {
     kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, MalformedMessage, LeaseExpired)
 }
+
+
+def part_key(key: TransferKey, first_head: int) -> TransferKey:
+    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
+    return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)
 
 
 def encode_nack(error: KvferryError) -> bytes:

@@ -8,7 +8,7 @@ generated tokens' KV back (`Manifest.purpose`).
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -53,11 +53,6 @@ class TransferKey:
 
     transfer_id: Annotated[int, Meta(ge=0)]
     generation: Annotated[int, Meta(ge=0, le=2**32 - 1)]
-
-
-def part_key(key: TransferKey, first_head: int) -> TransferKey:
-    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
-    return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)
 
 
 @dataclass(frozen=True, kw_only=True)

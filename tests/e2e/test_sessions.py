@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from kvtest.answers import assistant, chat, chat_body, said, user
+from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams

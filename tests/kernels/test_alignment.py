@@ -13,7 +13,7 @@ import torch
 from kvtest.lanes import some
 from torch import Tensor
 
-from kvferry.kernels import dispatch, op_checks
+from kvferry.kernels import cases, decode_cases, dispatch
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch, WindowRows
 from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
@@ -232,10 +232,10 @@ def test_the_self_test_s_sequences_are_placed_at_every_shape(
     shape = replace(
         SHAPE, num_kv_heads=3, head_dim=head_dim, dtype=dtype, has_windows=True, has_plain_softmax=False
     )
-    for capacity, lengths in ((op_checks.CAPACITY, op_checks.LENGTHS), (52, (5, 14, 45))):
-        monkeypatch.setattr(op_checks, "CAPACITY", capacity)
-        monkeypatch.setattr(op_checks, "LENGTHS", lengths)
+    for capacity, lengths in ((decode_cases.CAPACITY, decode_cases.LENGTHS), (52, (5, 14, 45))):
+        monkeypatch.setattr(decode_cases, "CAPACITY", capacity)
+        monkeypatch.setattr(decode_cases, "LENGTHS", lengths)
         for op in DECODE_OPS:
-            for case in op_checks.op_checks(op, shape):
+            for case in cases.op_checks(op, shape):
                 case.launch()
     assert set(placed) == set(DECODE_OPS)

@@ -14,7 +14,7 @@ from kvtest.lanes import some
 from kvtest.triton_guard import guarded
 from torch import Tensor
 
-from kvferry.kernels import decoder_ops, dispatch, op_checks
+from kvferry.kernels import cases, decode_cases, decoder_ops, dispatch, prefill_cases
 from kvferry.kernels.attention_mass import attention_mass
 from kvferry.kernels.chunk_scores import triton_kernel as chunk_scores
 from kvferry.kernels.decode_batch import BatchShape
@@ -50,9 +50,10 @@ def guard() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of fewer tokens: one sequence has a whole group of KIVI's, and as many pages that matter as HSA
     chooses; the others' HSA is dense."""
-    sizes = {"LENGTHS": (5, 14, 45), "CAPACITY": 52, "PROMPT_TOKENS": 33, "LATER_TURN": 9, "WINDOW": 7}
-    for name, value in {**sizes, "CHUNK": 20}.items():
-        monkeypatch.setattr(op_checks, name, value)
+    for name, value in {"LENGTHS": (5, 14, 45), "CAPACITY": 52}.items():
+        monkeypatch.setattr(decode_cases, name, value)
+    for name, value in {"PROMPT_TOKENS": 33, "LATER_TURN": 9, "WINDOW": 7, "CHUNK": 20}.items():
+        monkeypatch.setattr(prefill_cases, name, value)
 
 
 @pytest.mark.usefixtures("small")
@@ -63,7 +64,7 @@ def test_every_kernel_keeps_to_its_memory_in_any_order(seed: int, dtype: torch.d
         for op in dispatch.TRITON_OPS:
             shapes = (SHAPE, SPECIAL) if op in ("dense_decode", "hsa") else (SHAPE,)
             for shape in shapes:
-                for case in op_checks.op_checks(op, replace(shape, dtype=dtype)):
+                for case in cases.op_checks(op, replace(shape, dtype=dtype)):
                     if case.spoilt is None:
                         assert case.problem(case.launch()) is None, (op, case.name)
     source = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TOP_LEVEL = ("kernels", "models", "proto", "services", "shared", "tools")
+TOP_LEVEL = ("baselines", "kernels", "models", "proto", "services", "shared", "tools")
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 from cyclopts import Parameter
+from kvtest.methods import PRESETS
 
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ServeConfig
 from kvferry.services.launcher.display import EXAMPLE_ANSWER
 from kvferry.shared.command_line import option_name, variable_name
-from kvferry.shared.compression.presets import PRESETS
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from kvtest.families import FAMILIES
+from kvtest.methods import PRESETS
 from kvtest.pair import SAMPLING, SESSION, Pair, started_pair
 from kvtest.transformers_model import prompt_of
 
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ParamValue
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.sampling.params import SamplingParams

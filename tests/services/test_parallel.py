@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
-from kvferry.services.prefill.ranks import PREFILL_RANK
+from kvferry.services.decode.parts import DECODE_RANK
+from kvferry.services.prefill.parts import PREFILL_RANK
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import SessionKey

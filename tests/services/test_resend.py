@@ -18,6 +18,7 @@ from kvtest.parallel import in_ranks, same_or_tied
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
@@ -69,7 +70,7 @@ class Stack:
         self.prefill = PrefillService(
             model=model,
             store=store,
-            sender=self.hub.sender(buffer_bytes=buffer_bytes, timeout_s=WAIT_S),
+            ranks=PrefillRanks(model, self.hub.sender(buffer_bytes=buffer_bytes, timeout_s=WAIT_S)),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
             config=PrefillConfig(transfer_timeout_s=WAIT_S),

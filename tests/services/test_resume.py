@@ -17,6 +17,7 @@ from kvtest.proxy import CuttingProxy, CuttingRingProxy
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -69,7 +70,7 @@ class CutPair:
             store=HistoryStore(
                 max_bytes=1 << 20, num_layers=model.spec.num_layers, turn_lease_s=WAIT_S, clock=time.monotonic
             ),
-            sender=sender(),
+            ranks=PrefillRanks(model, sender()),
             server_factory=lambda sink: BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), sink),
             metrics=self.metrics,
             config=PrefillConfig(),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, OracleSession, step_together

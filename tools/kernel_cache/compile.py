@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.op_checks import op_checks
+from kvferry.kernels.cases import op_checks
 from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.step import StepDevice, StepRunner
 from kvferry.services.decode.warm_up import warm_up_steps

@@ -43,7 +43,7 @@ from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionRecord, is_session_id
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, NotFound, ResponseNotFound, SessionNotFound
-from kvferry.shared.model.tokenizer import ChatMessage
+from kvferry.shared.model.chat_template import ChatMessage
 
 router = keyed_router()
 

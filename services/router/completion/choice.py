@@ -23,8 +23,8 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import why_full
 from kvferry.shared.control.messages import FinishReason, HistorySource
 from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.text import TextAssembler
-from kvferry.shared.model.tokenizer import ChatMessage
 from kvferry.shared.sampling.params import SampledToken
 
 if TYPE_CHECKING:

@@ -44,8 +44,8 @@ from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
+from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.tokenizer import ChatMessage
 from kvferry.shared.sampling.params import Grammar, SampledToken, ThinkingBudget
 
 

@@ -34,15 +34,10 @@ from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from kvferry.shared.history.records import common_prefix
+from kvferry.shared.model.chat_template import ChatMessage, TemplateInputs
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
-from kvferry.shared.model.tokenizer import (
-    ChatMessage,
-    ChatTokenizer,
-    RecordedConversation,
-    TemplateInputs,
-    render_conversation,
-)
+from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import Grammar, ThinkingBudget
 
@@ -201,17 +196,17 @@ class PromptBuilder:
     async def capabilities(self, model: ModelSpec) -> dict[str, bool]:
         """What clients can ask of the model, by its tokenizer and chat template."""
         tokenizer = self._tokenizer
-        template = await asyncio.to_thread(lambda: tokenizer.response_template) or {"fields": {}}
+        template = await asyncio.to_thread(lambda: tokenizer.template.response_template) or {"fields": {}}
         try:
             await self._compiler(model).check(JSON_OBJECT)
             has_grammars = True
         except InvalidRequest:
             has_grammars = False
-        has_tools = tokenizer.knows("tools")
+        has_tools = tokenizer.template.knows("tools")
         return {
-            "chat": tokenizer.has_template,
+            "chat": tokenizer.template.exists,
             "tools": has_tools,
-            "required_tools": has_tools and has_grammars and tokenizer.tool_format is not None,
+            "required_tools": has_tools and has_grammars and tokenizer.template.tool_format is not None,
             "thinking": bool({"reasoning_content", "thinking"} & set(template["fields"])),
             "structured_outputs": has_grammars,
         }
@@ -227,7 +222,7 @@ class PromptBuilder:
 
     def answer_parser(self, request: ChatRequest | TextRequest, prompt: Prompt) -> AnswerParser | None:
         """Finds thoughts and tool calls in an answer; None where there are none."""
-        template = self._tokenizer.response_template
+        template = self._tokenizer.template.response_template
         if template is None or not isinstance(request, ChatRequest):
             return None
         from kvferry.shared.model.answer import THOUGHTS, AnswerParser
@@ -250,7 +245,7 @@ class PromptBuilder:
 
         Raises: InvalidRequest where a mark is not one token.
         """
-        tags, template = self._tokenizer.thought_tags, self._tokenizer.response_template
+        tags, template = self._tokenizer.template.thought_tags, self._tokenizer.template.response_template
         if not isinstance(request, ChatRequest) or (limit := request.thinking_limit) is None:
             return None
         if tags is None or template is None:
@@ -380,17 +375,17 @@ class PromptBuilder:
             assistant_ends=rendered.assistant_ends,
             preamble=preamble,
             template_inputs=recorded_inputs,
-            keeps_thoughts="reasoning_content" in self._tokenizer.template_fields,
+            keeps_thoughts="reasoning_content" in self._tokenizer.template.fields,
             continues=continues,
         )
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
         """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
-        knows = self._tokenizer.knows
+        knows = self._tokenizer.template.knows
         tools = [tool.for_template() for tool in request.shown_tools]
         if tools and not knows("tools"):
             raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
-        takes = self._tokenizer.takes
+        takes = self._tokenizer.template.takes
         arguments: dict[str, Any] = {
             name: its for name, its in (request.chat_template_kwargs or {}).items() if takes(name)
         }
@@ -408,16 +403,18 @@ class PromptBuilder:
         ignored += [
             f"chat_template_kwargs.{name}"
             for name in request.chat_template_kwargs or ()
-            if not self._tokenizer.takes(name)
+            if not self._tokenizer.template.takes(name)
         ]
-        if request.reasoning_effort is not None and not any(map(self._tokenizer.knows, _EFFORT_VARIABLES)):
+        if request.reasoning_effort is not None and not any(
+            map(self._tokenizer.template.knows, _EFFORT_VARIABLES)
+        ):
             ignored.append("reasoning_effort")
         if request.thinking_token_budget is not None and (
-            request.thinking_limit is None or self._tokenizer.thought_tags is None
+            request.thinking_limit is None or self._tokenizer.template.thought_tags is None
         ):
             ignored.append("thinking_token_budget")
         for name in ("name", "reasoning_content"):
-            if name not in self._tokenizer.template_fields:
+            if name not in self._tokenizer.template.fields:
                 for message in request.messages:
                     if getattr(message, name):
                         ignored.append(f"messages.{name}")
@@ -426,7 +423,7 @@ class PromptBuilder:
 
     def _recorded(self, message: Message, index: int) -> ChatMessage:
         """Raises: InvalidRequest where it has tool calls, and the chat template would not show them."""
-        fields = self._tokenizer.template_fields
+        fields = self._tokenizer.template.fields
         if message.tool_calls and "tool_calls" not in fields:
             param = f"messages[{index}].tool_calls"
             raise InvalidRequest(

@@ -44,8 +44,8 @@ from kvferry.services.router.completion.tools import (
 from kvferry.services.router.http.body import ClientModel, Range, StrictModel, Unsupported
 from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.shared.model.chat_template import ChatMessage, normalize_role
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.tokenizer import ChatMessage, normalize_role
 from kvferry.shared.sampling.params import (
     MAX_PROMPT_ALTERNATIVES,
     Grammar,

@@ -24,7 +24,7 @@ from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
 from kvferry.services.router.completion.translation import Names, Translation, chat_request
 from kvferry.services.router.http.body import ClientModel, Range, Unsupported
-from kvferry.shared.model.tokenizer import ChatMessage
+from kvferry.shared.model.chat_template import ChatMessage
 
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",

@@ -100,7 +100,7 @@ def calls_grammar(
 
     Raises: InvalidRequest where the template does not say how.
     """
-    if (form := tokenizer.tool_format) is None:
+    if (form := tokenizer.template.tool_format) is None:
         raise InvalidRequest(
             "the model's chat template has no tool calls as JSON objects, which is how they can be demanded"
         )

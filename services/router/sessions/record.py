@@ -17,8 +17,8 @@ from pydantic_core import PydanticCustomError
 from kvferry.services.router.http.body import Pattern, Range, StrictModel
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.model.chat_template import TEMPLATE_FIELDS, ChatMessage
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.tokenizer import TEMPLATE_FIELDS, ChatMessage
 
 SESSION_ID_RULE = "1 to 128 characters of A-Z a-z 0-9 . _ : - (and neither '.' nor '..')"
 _SESSION_ID = r"[A-Za-z0-9._:-]{3,128}|[A-Za-z0-9_:-][A-Za-z0-9._:-]?|\.[A-Za-z0-9_:-]"

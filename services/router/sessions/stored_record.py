@@ -33,7 +33,7 @@ from kvferry.services.router.sessions.record import (
 )
 from kvferry.shared.errors import StoreUnavailable
 from kvferry.shared.history.records import common_prefix
-from kvferry.shared.model.tokenizer import ChatMessage
+from kvferry.shared.model.chat_template import ChatMessage
 
 FORMAT_VERSION, WHOLE_VERSION = 2, 1
 MAX_RECORD_BYTES = 64 << 20

@@ -1,7 +1,8 @@
 """The decode attentions, and their registry: the `attention` part of a plan and of a resolved layer.
 
-Adding one is one class and one entry of `ATTENTIONS`. A resolved attention is a `Part` with the kind's name
-and its integer sizes, so the wire and the control calls need no code for each kind.
+Adding one is one class and one entry of `ATTENTIONS`, or an entry point of another package (`installed.py`).
+A resolved attention is a `Part` with the kind's name and its integer sizes, so the wire and the control calls
+need no code for each kind.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels import exact_topk, hsa, packed_hsa, quest, sparq
+from kvferry.kernels import hsa, packed_hsa
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
+from kvferry.shared.compression.installed import installed_attentions
 from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
-from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
+from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params, with_installed
 from kvferry.shared.errors import InvalidRequest
 
 _MAX_SIZE = 1 << 31
@@ -48,7 +50,7 @@ class Dense(AttentionKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choosing(AttentionKind):
+class Choosing(AttentionKind):
     """A kind that attends to a fixed number of tokens, which it chooses at each step.
 
     Attributes:
@@ -80,70 +82,7 @@ class _Choosing(AttentionKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactTopK(_Choosing):
-    """The t tokens with the largest true attention (`kernels.exact_topk`, RocketKV appendix A.3).
-
-    It reads all keys to find them, so it is an upper bound for sparse attention and saves no traffic. That
-    reading is not counted.
-    """
-
-    name: ClassVar[str] = "exact_topk"
-
-    @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> ExactTopK:
-        """The whole budget is for attention."""
-        return cls(num_tokens=budget)
-
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        keys, values = cache.keys, cache.values
-        return exact_topk.attend(queries, keys, values, length=length, scaling=scaling, **self.sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparQ(_Choosing):
-    """Tokens by approximate scores from a few channels; the mean value stands for the others.
-
-    `kernels.sparq` (Ribar et al. 2024; RocketKV appendix A.3).
-
-    Attributes:
-        num_channels: r, channels of K read for the scores.
-    """
-
-    name: ClassVar[str] = "sparq"
-    takes_any_softmax: ClassVar[bool] = False
-    num_channels: int
-
-    @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> SparQ:
-        """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
-
-        `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
-        t/2 tokens; `floor(t/2)` tokens are attended. Latent rows have half of the bytes, so r is half, too.
-        """
-        num_channels = min(max(row_dim * budget // (2 * cap), 1), head_dim)
-        return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
-
-    def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
-        """The running sum of the values, float32 `[H_kv, D]`."""
-        return (TensorSpec(shape=(shape.num_kv_heads, shape.value_dim), dtype=torch.float32),)
-
-    def build(self, cache: CacheView, *, length: int) -> None:
-        sparq.write_value_sum(cache.values, cache.auxiliary[0], length=length)
-
-    def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
-        sparq.append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
-
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        tensors = cache.keys, cache.values, cache.auxiliary[0]
-        return sparq.attend(queries, *tensors, length=length, scaling=plain(scaling), **self.sizes)
-
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """r channels of every key, and the mean value."""
-        return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Paged(_Choosing):
+class Paged(Choosing):
     """A kind that stores Kmax and Kmin of pages.
 
     Both are in one tensor `[2, H_kv, D, ceil(rows / P)]`. The pages of a channel are adjacent, because a step
@@ -194,7 +133,7 @@ class _Paged(_Choosing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hsa(_Paged):
+class Hsa(Paged):
     """RocketKV's hybrid sparse attention (`kernels.hsa`, section 3.4), also over a packed prompt.
 
     Attributes:
@@ -239,43 +178,22 @@ class Hsa(_Paged):
         return self.num_channels * (pages + 4 if packed else pages * shape.dtype.itemsize)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quest(_Paged):
-    """Tokens of the pages with the highest upper bounds (`kernels.quest`, Tang et al. 2024; RocketKV
-    appendix A.3)."""
-
-    name: ClassVar[str] = "quest"
-
-    @classmethod
-    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Quest:
-        """Half of the budget is for reading bounds, half for K and V.
-
-        `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
-        K and V of t/2 tokens, twice that for latent rows; `floor(t/2)` tokens are attended. If the query
-        heads of a group differ in sign on a channel, both extremes of the channel are read.
-        """
-        page_size = -(-2 * head_dim * cap // (row_dim * budget))
-        return cls(page_size=max(page_size, 1), num_tokens=max(budget // 2, 1))
-
-    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        tensors = cache.keys, cache.values, *self.extremes(cache)
-        return quest.attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
-
-    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """One of Kmax and Kmin for every channel of each page."""
-        return hsa.num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
-
-
 ATTENTIONS: Mapping[str, type[AttentionKind]] = {
     "dense": Dense,
     "hsa": Hsa,
-    "quest": Quest,
-    "sparq": SparQ,
-    "exact_topk": ExactTopK,
 }
 EVICTIONS: Mapping[str, str] = {"evict": "heavy_hitters", "merge": "accumulated_attention"}
 """Attentions that evict a row at each step (`formats/evicting.py`), each with the scorer that it requires:
 the scorer divides the prompt's rows into the same zones as eviction does."""
+
+
+def attentions() -> Mapping[str, type[AttentionKind]]:
+    """All by name. Raises: ConfigurationError: an installed method brings one whose name is taken."""
+    return with_installed("attentions", ATTENTIONS, installed_attentions())
+
+
+def _attention_class(name: str) -> type[AttentionKind]:
+    return ATTENTIONS.get(name) or look_up("attention", name, attentions())
 
 
 def chooses_rows(part: Part) -> bool:
@@ -291,7 +209,7 @@ def check_attention(part: Part, *, scorer: Part | None) -> None:
 
     Raises: InvalidRequest: an unknown name, bad parameters, or another scorer than an eviction requires.
     """
-    look_up("attention", part.name, {**ATTENTIONS, **EVICTIONS})
+    look_up("attention", part.name, {**attentions(), **EVICTIONS})
     wanted = EVICTIONS.get(part.name)
     if wanted is not None and (scorer is None or scorer.name != wanted):
         raise InvalidRequest(
@@ -320,7 +238,7 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
         return Part(name="dense")
     if part.name in EVICTIONS:
         return Part(name=part.name)
-    kind = ATTENTIONS[part.name].sized(
+    kind = _attention_class(part.name).sized(
         cap=cap, budget=sizing.budget, head_dim=sizing.head_dim, row_dim=sizing.row_dim
     )
     sized = Part(name=part.name, params=asdict(kind))
@@ -336,6 +254,6 @@ def make_attention(sized: Part) -> AttentionKind:
 
     Raises: InvalidRequest: an unknown name, or sizes that do not belong to this kind.
     """
-    kind = look_up("attention", sized.name, ATTENTIONS)
+    kind = _attention_class(sized.name)
     allowed = {field.name: Between(1, _MAX_SIZE) for field in fields(kind)}
     return kind(**read_params(f"a layer's attention {sized.name!r}", sized.params, allowed))

@@ -17,7 +17,6 @@ from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.state import State
-from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.installed import installed_formats
@@ -39,7 +38,6 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
     "rows": Rows,
     "rdkv": Rdkv,
     "kivi": Kivi,
-    "think": Think,
     "ragged": Ragged,
     "packed": Uniform,
     WINDOW_FORMAT: Window,
@@ -145,13 +143,12 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
 
 
 def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat]) -> bool:
-    """Whether layers of some KV heads each, compressed apart, are the parts of that of all heads. Nothing is
-    known of installed formats."""
+    """Whether layers of some KV heads each, compressed apart, are the parts of that of all heads."""
     scorer = resolved.plan.scorer
     return (
         not is_measured(resolved)
         and all(scorer is None or make_scorer(scorer, rows=fmt.rows).scores_heads_apart for fmt in formats)
-        and all(layer.representation.name in FORMATS for layer in resolved.layers)
+        and all(format_class(layer.representation).heads_apart for layer in resolved.layers)
         and all(fmt.divides for fmt in formats)
     )
 

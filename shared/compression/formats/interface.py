@@ -28,6 +28,7 @@ from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec, gather_rows
 from kvferry.shared.compression.plan import (
+    MEASURED_ALLOCATIONS,
     Allowed,
     CompressionPlan,
     LayerPlan,
@@ -40,8 +41,6 @@ from kvferry.shared.errors import InvalidRequest
 Tensors = Mapping[str, Tensor]
 """The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
 Specs = Mapping[str, TensorSpec]
-SIZED_ALLOCATIONS = ("uniform", "pyramid")
-"""Layer allocations whose rows are known before the prompt is run."""
 _AUXILIARY = "auxiliary_"
 
 
@@ -206,9 +205,12 @@ class LayerFormat(ABC):
             routers and workers of earlier releases do not know it, so `presets.plan_for` leaves it out where
             it has its default. A default never changes, or releases would take one plan for two.
         attentions, allocations: the decode attentions and layer allocations that it goes with; None: all.
+        takes_measured: whether its rows may be known only after the prompt has been run.
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.
         scored: whether the plan must have a scorer; None: it may.
+        heads_apart: whether a layer of some heads, compressed apart, is the part of that of all heads. Ranks
+            of prefill then compress their heads themselves.
         divides: whether a layer can be divided by its heads (`parts`); decode workers of several ranks need
             that.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
@@ -223,10 +225,12 @@ class LayerFormat(ABC):
     defaults: ClassVar[Mapping[str, ParamValue]] = {}
     attentions: ClassVar[tuple[str, ...] | None] = None
     allocations: ClassVar[tuple[str, ...] | None] = None
+    takes_measured: ClassVar[bool] = True
     takes_any_softmax: ClassVar[bool] = False
     takes_latent_rows: ClassVar[bool] = False
     scored: ClassVar[bool | None] = None
     divides: ClassVar[bool] = True
+    heads_apart: ClassVar[bool] = False
     compacts: ClassVar[bool] = False
     shape: LayerShape
     rows: int
@@ -254,6 +258,12 @@ class LayerFormat(ABC):
                     f"{' or '.join(map(repr, taken))} only",
                     param="kv_compression",
                 )
+        if plan.layer_allocation.name in MEASURED_ALLOCATIONS and not cls.takes_measured:
+            raise InvalidRequest(
+                f"format {plan.representation.name!r} does not go with layer_allocation "
+                f"{plan.layer_allocation.name!r}: its rows must be known before the prompt is run",
+                param="kv_compression",
+            )
         if cls.scored and plan.scorer is None:
             raise InvalidRequest(
                 f"format {plan.representation.name!r} does not go without a scorer", param="kv_compression"

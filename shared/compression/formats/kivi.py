@@ -37,6 +37,7 @@ class Kivi(StoredFormat):
     """
 
     name: ClassVar[str] = "kivi"
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {
         "index": "index", "codes": "codes", "scales": "scales", "keys": "rows", "values": "rows"
     }  # fmt: skip

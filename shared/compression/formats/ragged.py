@@ -32,6 +32,7 @@ class Ragged(StoredFormat):
     """
 
     name: ClassVar[str] = "ragged"
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {
         "head_rows": "index", "index": "index", "keys": "rows", "values": "rows"
     }  # fmt: skip

@@ -48,6 +48,7 @@ class Rdkv(PackedFormat):
     """
 
     name: ClassVar[str] = "rdkv"
+    heads_apart: ClassVar[bool] = True
     allowed: ClassVar[Allowed] = RDKV_PARAMS
     defaults: ClassVar[Mapping[str, ParamValue]] = RDKV_DEFAULTS
     allocations: ClassVar[tuple[str, ...] | None] = ("uniform",)

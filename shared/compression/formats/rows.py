@@ -59,6 +59,7 @@ class Rows(LayerFormat):
     """
 
     name: ClassVar[str] = "rows"
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     is_plain: ClassVar[bool] = True
     compacts: ClassVar[bool] = True

@@ -40,6 +40,7 @@ class State(LayerFormat):
     """The tensors of `LayerShape.state`. A layer of the model with neither rows nor a state has none."""
 
     name: ClassVar[str] = STATE_FORMAT
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {
         f"{kind}_{i}": "state" for kind in ("conv", "recurrent") for i in range(_MAX_STATES)
     }

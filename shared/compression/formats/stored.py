@@ -15,7 +15,6 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.shared.compression.formats.interface import (
-    SIZED_ALLOCATIONS,
     LayerCache,
     LayerFormat,
     NaiveLayer,
@@ -38,7 +37,7 @@ class StoredFormat(LayerFormat):
     """A format whose tensor sizes are known from the plan, with dense attention."""
 
     attentions: ClassVar[tuple[str, ...] | None] = ("dense",)
-    allocations: ClassVar[tuple[str, ...] | None] = SIZED_ALLOCATIONS
+    takes_measured: ClassVar[bool] = False
     compacts: ClassVar[bool] = True
 
     @classmethod

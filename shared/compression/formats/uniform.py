@@ -19,7 +19,6 @@ from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention.kinds import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import (
-    SIZED_ALLOCATIONS,
     InvalidTensors,
     Specs,
     Tensors,
@@ -39,8 +38,9 @@ class Uniform(PackedFormat):
     """
 
     name: ClassVar[str] = "packed"
+    heads_apart: ClassVar[bool] = True
     allowed: ClassVar[Allowed] = {"k_bits": WIDTHS, "v_bits": WIDTHS}
-    allocations: ClassVar[tuple[str, ...] | None] = SIZED_ALLOCATIONS
+    takes_measured: ClassVar[bool] = False
     scored: ClassVar[bool | None] = True
     compacts: ClassVar[bool] = True
     k_bits: int

@@ -52,6 +52,7 @@ class Window(LayerFormat):
     """
 
     name: ClassVar[str] = WINDOW_FORMAT
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     is_plain: ClassVar[bool] = True
     allowed: ClassVar[Allowed] = {"window": Between(1, 1 << 31), "is_chunked": bool}

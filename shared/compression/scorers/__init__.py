@@ -11,15 +11,12 @@ from kvferry.shared.compression.installed import installed_scorers
 from kvferry.shared.compression.interface import Scorer, ScorerFactory
 from kvferry.shared.compression.plan import Part, look_up, with_installed
 from kvferry.shared.compression.scorers.accumulated_attention import AccumulatedAttentionScorer
-from kvferry.shared.compression.scorers.baselines import RandomScorer, StreamingScorer
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
 from kvferry.shared.compression.scorers.window_attention import WindowAttentionScorer
 from kvferry.shared.errors import ConfigurationError
 
 SCORERS: Mapping[str, ScorerFactory] = {
     "window_attention": WindowAttentionScorer.from_params,
-    "streaming": StreamingScorer.from_params,
-    "random": RandomScorer.from_params,
     "heavy_hitters": AccumulatedAttentionScorer.heavy_hitters,
     "accumulated_attention": AccumulatedAttentionScorer.from_params,
     "compactor": CompactorScorer.from_params,

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
+from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.kernel_paths import choose_kernels
+from kvferry.shared.kernel_paths import Role, choose_kernels
 from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
@@ -35,11 +36,11 @@ from kvferry.shared.model.parallel.compression import PartCompressor, PartTaker
 from kvferry.shared.model.parallel.messages import (
     Abort,
     Answer,
+    Call,
     Decode,
     Load,
     Loaded,
     Prefill,
-    Prepare,
     Proceed,
     Question,
 )
@@ -103,15 +104,22 @@ class FollowingRank(Ranks):
     def step_done(self) -> None:
         """A step has been run."""
 
-    def run_other(self, command: object) -> None:
-        """Run what only some followers understand."""
-        raise NotImplementedError(f"no command for this rank: {command}")
+    def target(self, name: str) -> Any:
+        """Whose method of this name the lead calls (`LeadingRank.call`)."""
+        return self
 
-    def answer(self, answer: object) -> None:
-        """Give the lead what it waits for; see `LeadingRank.answers`."""
-        self._commands.send(answer)
+    def prepare(self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str) -> None:
+        """Take what the worker computes with, beside the model: its kernels and its tables.
 
-    def take_aside(self, word: object) -> None:
+        Args: is_tested: compare the kernels that the role uses with their references; see `self_test.py`.
+        """
+        spec, device = self.model.spec, self.model.device
+        choose_kernels(kernels, device)
+        install_tables(epsilon_tables)
+        for shape in model_shapes(spec, device) if is_tested else ():
+            self_test(role, shape)
+
+    def take_aside(self, word: Any) -> None:
         """Do what the lead says aside, whatever runs; on a thread of its own. See `LeadingRank.aside`."""
 
     def listen_aside(self) -> None:
@@ -158,10 +166,8 @@ class FollowingRank(Ranks):
                 self._prefill(command)
             elif isinstance(command, Decode):
                 self._decode(command)
-            elif isinstance(command, Prepare):
-                self._prepare(command)
-            else:
-                self.run_other(command)
+            elif isinstance(command, Call):
+                self._call(command)
         except PassAborted:
             pass
         except InvalidRequest:
@@ -179,13 +185,17 @@ class FollowingRank(Ranks):
         except KvferryError as error:
             self._commands.send(Loaded(error=error.message))
 
-    def _prepare(self, command: Prepare) -> None:
-        spec, device = self.model.spec, self.model.device
-        choose_kernels(command.kernels, device)
-        install_tables(command.epsilon_tables)
-        for shape in model_shapes(spec, device) if command.self_test else ():
-            self_test(command.role, shape)
-        self.answer(None)
+    @torch.inference_mode()
+    def _call(self, command: Call) -> None:
+        answer: object
+        try:
+            answer = getattr(self.target(command.name), command.name)(*command.args)
+        except KvferryError as error:
+            if not command.is_answered:
+                raise
+            answer = error.with_traceback(None)
+        if command.is_answered:
+            self._commands.send(answer)
 
     def _prefill(self, command: Prefill) -> None:
         model = self.model

@@ -27,7 +27,7 @@ import structlog
 import torch.distributed as dist
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from kvferry.shared.model.parallel.messages import Abort, Answer, Join, Loaded, Proceed, Question
+from kvferry.shared.model.parallel.messages import Abort, Answer, Call, Join, Loaded, Proceed, Question
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
 
@@ -148,9 +148,21 @@ class LeadingRank(Ranks):
                 with suppress(OSError):  # it has ended, which is noticed elsewhere
                     follower.notes.send(word)
 
-    def answers(self, *, timeout_s: float) -> list[Any]:
-        """What each follower has for the lead by `FollowingRank.answer`, rank 1 first. For one thread at a
-        time; waits for the pass that runs. Raises: WorkerUnavailable: a rank is lost, or has none in time."""
+    def call(self, name: str, *args: Any) -> None:
+        """Call a method in all followers; see `FollowingRank.target`. Raises: as `command`."""
+        self.command(Call(name=name, args=args))
+
+    def ask(self, name: str, *args: Any) -> Callable[..., list[Any]]:
+        """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1
+        first, after the pass that runs. One thread at a time may ask, until it has the answers.
+
+        Raises: as `command`.
+        """
+        self.command(Call(name=name, args=args, is_answered=True))
+        return self._answers
+
+    def _answers(self, *, timeout_s: float) -> list[Any]:
+        """Raises: WorkerUnavailable: a rank is lost, or has no answer in time."""
         found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
             try:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.model.interface import Division
-
-if TYPE_CHECKING:
-    # Loading a model must not need structlog, which machines that only measure kernels lack.
-    from kvferry.shared.kernel_paths import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +38,12 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
-    """Take what the worker computes with, beside the model: its kernels and its tables. Answered.
+class Call:
+    """Call a method; see `FollowingRank.target`. Attributes: is_answered: with its result, or its error."""
 
-    Attributes: self_test: compare the kernels that the role uses with their references; see `self_test.py`.
-    """
-
-    role: Role
-    kernels: KernelMode
-    self_test: bool
-    epsilon_tables: str
+    name: str
+    args: tuple[Any, ...]
+    is_answered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

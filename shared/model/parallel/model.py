@@ -22,7 +22,7 @@ from kvferry.shared.model.interface import DecodeAttention, DividingObserver, La
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.compression import PartCompressor
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
-from kvferry.shared.model.parallel.messages import Decode, Load, Prefill, Prepare
+from kvferry.shared.model.parallel.messages import Decode, Load, Prefill
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.parallel.support import whole_spec
@@ -118,10 +118,9 @@ class ParallelModel:
         return self._part.pre_rope_keys(layer, keys)
 
     def prepare(self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str) -> None:
-        """Have the other ranks take what this process has taken; waits until they have. See `Prepare`."""
-        command = Prepare(role=role, kernels=kernels, self_test=self_test, epsilon_tables=epsilon_tables)
-        self.lead.command(command)
-        self.lead.answers(timeout_s=_PREPARE_TIMEOUT_S)
+        """Have the other ranks take what this process has taken; waits until they have. See
+        `FollowingRank.prepare`."""
+        self.lead.ask("prepare", role, kernels, self_test, epsilon_tables)(timeout_s=_PREPARE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the other ranks. No pass may be running."""

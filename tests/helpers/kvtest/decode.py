@@ -14,7 +14,7 @@ import torch
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
-from kvferry.services.prefill.parts import PartedTransfer
+from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
@@ -207,7 +207,7 @@ class Shipper:
         if ticket.part_endpoints:
             plan = changes.get("measured") or resolve(self.model.spec, request)
             formats = make_formats(self.model.spec, plan)
-            return PartedTransfer(self.sender, ticket, manifest, formats, timeout_s=10)
+            return PromptTransfer(self.sender, ticket, manifest, formats, timeout_s=10)
         return self.sender.open(ticket, manifest, timeout_s=10)
 
     def send(self, transfer, cache, *, first=0, last=None):

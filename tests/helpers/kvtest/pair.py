@@ -13,7 +13,7 @@ from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.ranks import PrefillRanks
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.plan import CompressionPlan
@@ -32,7 +32,6 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.wire.in_process import InProcessHub
@@ -114,12 +113,11 @@ class Pair:
         self.prefill = PrefillService(
             model=self.model,
             store=self.store,
-            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            ranks=PrefillRanks(ranked, self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S)),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
             config=config,
             clock=time.monotonic,
-            ranks=PrefillRanks(ranked) if isinstance(ranked, ParallelModel) else None,
         )
         await self.prefill.start()
         self.stack.push_async_callback(self.prefill.close)

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.ranks import DECODE_RANK
+from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel import lead

@@ -254,7 +254,7 @@ _OTHERS = (
         path="kernels/hsa/__init__.py",
         old="    if position % page_size == 0:",
         new="    if position == 0:",
-        near=("tests/kernels/hsa", "tests/kernels/quest"),
+        near=("tests/kernels/hsa", "tests/baselines/test_quest.py"),
     ),
     PlantedFault(
         name="shown-stop",

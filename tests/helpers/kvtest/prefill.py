@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvferry.services.prefill.config import PrefillConfig
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
@@ -374,14 +375,15 @@ async def harness(
     hub = InProcessHub()
     sink = RecordingSink()
     decode = hub.server(sink)
+    sender = hub.sender(
+        buffer_bytes=config.buffer_bytes,
+        timeout_s=config.transfer_timeout_s,
+        on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
+    )
     service = PrefillService(
         model=model,
         store=store,
-        sender=hub.sender(
-            buffer_bytes=config.buffer_bytes,
-            timeout_s=config.transfer_timeout_s,
-            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
-        ),
+        ranks=PrefillRanks(model, sender),
         server_factory=hub.server,
         metrics=metrics,
         config=config,

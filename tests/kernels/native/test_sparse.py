@@ -17,9 +17,9 @@ from kvtest.native_batches import (
 from torch import Tensor
 
 from kvferry.kernels import hsa
+from kvferry.kernels.cases import op_checks
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.native import library as native
-from kvferry.kernels.op_checks import op_checks
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed_hsa import PageCodes, page_extremes
 from kvferry.kernels.packed_hsa.batch import PackedHsaBatch, SparsePackedRows

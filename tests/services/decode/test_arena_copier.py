@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.services.decode.receiver import ArenaCopier
+from kvferry.shared.cache.arena import ArenaCopier
 
 SIZE = 32
 

@@ -15,9 +15,10 @@ from kvtest.compression import NOT_WRITTEN, Placed, make_inputs, make_spec
 from kvtest.packed import unpack_layer
 from kvtest.wire import header_of, to_bytes
 
+from kvferry.baselines.think import Think
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
-from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
-from kvferry.shared.cache.arena import sequence_layout
+from kvferry.services.decode.receiver import CacheWriter
+from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.packed_layer import PackedCache
@@ -168,7 +169,7 @@ def damage(tensor):
 
 def test_every_format_is_among_the_cases():
     kinds = {type(fmt) for case in CASES for fmt in compressed(case)[0]}
-    assert kinds == {*FORMATS.values(), Evicting, WireRows}
+    assert kinds == {*FORMATS.values(), Evicting, Think, WireRows}
 
 
 @given(case=st.sampled_from(list(CASES)), cuts=st.lists(st.integers(0, 9999), max_size=8))

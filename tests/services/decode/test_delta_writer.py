@@ -12,10 +12,9 @@ from kvtest.compression import make_resolved, make_spec
 from kvtest.delta import DIM, FOUR_TOKENS, draw_delta
 from kvtest.wire import header_of, to_bytes
 
-from kvferry.services.decode.receiver import ArenaCopier, CacheWriter
-from kvferry.services.decode.sequence import PinnedRows
-from kvferry.shared.cache.arena import sequence_layout
-from kvferry.shared.cache.delta import delta_tensors
+from kvferry.services.decode.receiver import CacheWriter
+from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
+from kvferry.shared.cache.delta import PinnedRows, delta_tensors
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import LayerPlan
 from kvferry.shared.control.messages import SessionKey
@@ -37,7 +36,7 @@ class Receiver:
             layout,
             self.buffer,
             ArenaCopier(1 << 12, self.buffer.device),
-            pinned=PinnedRows(chain=retained, layers=[[rows] for rows in retained_rows], unpin=lambda: None),
+            pinned=PinnedRows(chain=retained, layers=[[rows] for rows in retained_rows]),
         )
 
     def begin(self, tensors):

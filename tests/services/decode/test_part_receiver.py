@@ -7,14 +7,13 @@ import pytest
 import torch
 from kvtest.decode import SPEC, make_request, manifest_for, resolve
 
-from kvferry.services.decode import part_receiver
-from kvferry.services.decode.part_receiver import ExpectedPart, PartReceiver
-from kvferry.services.decode.rank_messages import IsAwaited, PartFailed
+from kvferry.services.decode import receiver as receiver_module
+from kvferry.services.decode.receiver import Expected, PartReceiver, SequencePart
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import LeaseExpired
-from kvferry.shared.wire.messages import TransferKey
+from kvferry.shared.wire.messages import LayerHeader, TransferKey
 
 KEY = TransferKey(transfer_id=2**64 - 1, generation=9)
 """The number of rank 1's part begins at 0 again."""
@@ -29,8 +28,8 @@ class Lead:
         self.asked, self.notes = [], []
         self.is_asked = threading.Event()
 
-    def ask(self, what, *, timeout_s):
-        self.asked.append(what)
+    def ask(self, key, *, timeout_s):
+        self.asked.append(key)
         self.is_asked.set()
         answer = self.awaits.pop(0) if len(self.awaits) > 1 else self.awaits[0]
         if answer is None:
@@ -42,7 +41,7 @@ class Lead:
             PART,
             first_head=1,
             device=torch.device("cpu"),
-            note=self.notes.append,
+            note=lambda *note: self.notes.append(note),
             ask=self.ask,
         )
 
@@ -62,14 +61,11 @@ def manifest(key=KEY):
 def expected(key=KEY):
     resolved = resolve(SPEC, make_request())
     layout = sequence_layout(make_formats(PART, resolved))
-    return ExpectedPart(
+    return SequencePart(
         key=key,
-        resolved=resolved,
-        room=resolved.max_new_tokens,
-        returns_generated=False,
         layout=layout,
         buffer=torch.empty(layout.size_bytes, dtype=torch.uint8),
-        pinned=None,
+        expected=Expected(resolved=resolved, room=resolved.max_new_tokens, returns_generated=False),
     )
 
 
@@ -77,12 +73,13 @@ def test_a_transfer_that_the_rank_knows_needs_no_question():
     lead = Lead(False)
     receiver = lead.receiver()
     receiver.expect(expected())
-    receiver.open(manifest())
-    assert (lead.asked, lead.notes) == ([], [])
+    opened = manifest()
+    receiver.open(opened)
+    assert (lead.asked, lead.notes) == ([], [("began", KEY, opened)])
 
 
 def test_a_transfer_that_is_awaited_waits_until_the_rank_is_told(monkeypatch):
-    monkeypatch.setattr(part_receiver, "_ASK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(receiver_module, "_ASK_INTERVAL_S", 0.01)
     lead, part = Lead(True), expected()
     receiver = lead.receiver()
 
@@ -95,20 +92,59 @@ def test_a_transfer_that_is_awaited_waits_until_the_rank_is_told(monkeypatch):
 
     thread = threading.Thread(target=tell)
     thread.start()
-    receiver.open(manifest())
+    opened = manifest()
+    receiver.open(opened)
     thread.join()
     assert part.has_begun
-    assert lead.asked == [IsAwaited(key=KEY)] * len(lead.asked)
-    assert lead.notes == []
+    assert lead.asked == [KEY] * len(lead.asked)
+    assert lead.notes == [("began", KEY, opened)]
 
 
 @pytest.mark.parametrize("answers", [(False,), (True, False), (None,)], ids=["never", "ended", "no answer"])
 def test_a_transfer_that_is_not_awaited_is_refused_at_once_and_noted(answers, monkeypatch):
-    monkeypatch.setattr(part_receiver, "_EXPECT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(receiver_module, "_EXPECT_TIMEOUT_S", 1000.0)
     lead = Lead(*answers)
     with pytest.raises(LeaseExpired, match="no reservation for transfer 0x0, generation 9 exists"):
         lead.receiver().open(manifest())
     assert len(lead.asked) == len(answers)
-    (note,) = lead.notes
-    assert isinstance(note, PartFailed)
-    assert note.key == KEY
+    ((name, key, error),) = lead.notes
+    assert (name, key, error.reason) == ("failed", KEY, "unknown_transfer")
+
+
+def test_an_ended_part_is_neither_opened_nor_written():
+    lead, part = Lead(False), expected()
+    receiver = lead.receiver()
+    receiver.expect(part)
+    opened = manifest()
+    receiver.open(opened)
+    receiver.forget(part)
+    with pytest.raises(LeaseExpired, match="has ended"):
+        receiver.begin_layer(opened.key, LayerHeader(layer=0, tensors=()))
+    with pytest.raises(LeaseExpired, match="no reservation"):
+        receiver.open(opened)
+    assert [note[0] for note in lead.notes] == ["began", "late_block", "failed"]
+
+
+def test_a_reservation_takes_one_transfer_and_the_second_ends_nothing():
+    lead, part = Lead(False), expected()
+    receiver = lead.receiver()
+    receiver.expect(part)
+    receiver.open(manifest())
+    with pytest.raises(LeaseExpired, match="takes one transfer"):
+        receiver.open(manifest())
+    assert [note[0] for note in lead.notes] == ["began", "refused"]
+
+
+def test_an_ended_part_waits_for_the_block_that_is_being_written():
+    lead, part = Lead(False), expected()
+    receiver = lead.receiver()
+    receiver.expect(part)
+    receiver.open(manifest())
+    with part.lock:
+        thread = threading.Thread(target=receiver.forget, args=(part,))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        assert not part.is_over
+    thread.join(20)
+    assert part.is_over

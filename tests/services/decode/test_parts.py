@@ -200,7 +200,7 @@ async def test_a_transfer_that_nobody_reserved_for_is_refused_by_another_rank_at
         )
         manifest = manifest_for(one.spec, request, unknown, num_kv_heads=1)
         stray = made.prefill_sender.open(unknown, manifest, timeout_s=10)
-        with pytest.raises(LeaseExpired, match=r"no reservation for transfer 0x7, .* rank of head 1"):
+        with pytest.raises(LeaseExpired, match=r"no reservation for transfer 0x7, "):
             await asyncio.to_thread(stray.wait, 20)
         while made.value("receive_failed_total", reason="unknown_transfer") == 0:
             await asyncio.sleep(0.01)

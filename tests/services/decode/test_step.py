@@ -110,7 +110,7 @@ def test_a_step_waits_for_nothing_and_allocates_no_more_than_the_one_before(inte
         SamplingParams(max_tokens=8, temperature=0.0),
     ]
     inputs = sequences_of(demo, request_of, methods, sampling)
-    slots = BatchSlots(demo, 3, inputs[0].caches[0].regions["keys"])
+    slots = BatchSlots(demo, demo.spec, 3, inputs[0].caches[0].regions["keys"])
     for slot, given in enumerate(inputs):
         slots.place(slot, given)
     step = step_over(demo, slots, 3)
@@ -164,7 +164,7 @@ def writes_of_a_join(model, request_of, method, *, after):
     (given,) = sequences_of(model, request_of, [method], [greedy])
     written = []
     for others in after:
-        slots = BatchSlots(model, 32, given.caches[0].regions["keys"])
+        slots = BatchSlots(model, model.spec, 32, given.caches[0].regions["keys"])
         for slot in range(others):
             slots.place(slot, given)
         with Written() as mode:
@@ -214,11 +214,11 @@ def test_a_slot_has_nothing_of_the_sequence_before_it(interpreter, small_model, 
     methods = [KINDS[former], KINDS[former], *KINDS.values()]
     first, stays, *others = sequences_of(model, request_of, methods, [greedy] * len(methods))
     for given in others:
-        alone = BatchSlots(model, 2, given.caches[0].regions["keys"])
+        alone = BatchSlots(model, model.spec, 2, given.caches[0].regions["keys"])
         alone.place(0, given)
         alone_step = step_over(model, alone, 1)
         alone_step.launch()
-        slots = BatchSlots(model, 2, given.caches[0].regions["keys"])
+        slots = BatchSlots(model, model.spec, 2, given.caches[0].regions["keys"])
         slots.place(0, first)
         slots.place(1, stays)
         step_over(model, slots, 2).launch()
@@ -347,7 +347,7 @@ async def test_while_sequences_wait_a_new_shape_is_captured_later(monkeypatch, h
         if next(num_submitted) == 2:
             both_are_there.set()
 
-    monkeypatch.setattr(made.service._receiver, "_submit", submit_and_tell)
+    monkeypatch.setattr(made.service._parts._listener, "_submit", submit_and_tell)
     made.model.before_step = lambda token_ids: both_are_there.wait(60)
     requests = [request_of(request_id=name, max_tokens=max_tokens) for name, max_tokens in NEXT_TO_EACH_OTHER]
     await made.together(requests)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.ranks import PREFILL_RANK, PrefillRanks
+from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.certs import Certs
@@ -33,9 +33,9 @@ from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
-from kvferry.shared.wire.frames import peek_key
+from kvferry.shared.wire.frames import part_key, peek_key
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.wire.messages import TransferKey, part_key
+from kvferry.shared.wire.messages import TransferKey
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqListeningChannel
@@ -100,19 +100,19 @@ async def started(
     transport = ProcessTransport(config, Certs(config.certs, "prefill") if config.certs else None)
     ranks = [Decode(keys) for _ in range(num_ranks)]
     store = build_store(config, spec=several.spec, metrics=metrics)
+    sender = transport.sender(
+        buffer_bytes=1 << 24,
+        timeout_s=config.transfer_timeout_s,
+        on_connected=lambda name: metrics.block_connections.labels(name).inc(),
+    )
     service = PrefillService(
         model=model,
         store=store,
-        sender=transport.sender(
-            buffer_bytes=1 << 24,
-            timeout_s=config.transfer_timeout_s,
-            on_connected=lambda name: metrics.block_connections.labels(name).inc(),
-        ),
+        ranks=PrefillRanks(several, sender),
         server_factory=transport.server,
         metrics=metrics,
         config=config,
         clock=time.monotonic,
-        ranks=PrefillRanks(several),
     )
     await service.start()
     made = Worker(
@@ -154,7 +154,7 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
     async with started(several) as made:
         request = made.to_ranks(plan=plan_for(method, budget=None if method == "full" else Budget(tokens=40)))
         own_bytes = 0
-        send = made.service._sender._channel.send
+        send = made.service._ranks.sender._channel.send
 
         def counted_send(peer: bytes, frames: Any) -> Any:
             nonlocal own_bytes
@@ -163,7 +163,7 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
                 own_bytes += sum(memoryview(frame).nbytes for frame in frames)
             return result
 
-        monkeypatch.setattr(made.service._sender._channel, "send", counted_send)
+        monkeypatch.setattr(made.service._ranks.sender._channel, "send", counted_send)
         first, done = await made.run(request)
     keys = [key_of(request), key_of(request, 1)]
     sinks = [its.sink for its in made.ranks]

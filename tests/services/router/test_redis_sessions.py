@@ -29,7 +29,7 @@ from kvferry.shared.errors import (
     StoreUnavailable,
 )
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
-from kvferry.shared.model.tokenizer import ChatMessage
+from kvferry.shared.model.chat_template import ChatMessage
 
 KEY = SessionKey(owner="0a1b", session_id="s")
 RECORD = SessionRecord(

@@ -22,7 +22,7 @@ from kvferry.services.router.sessions.stored_record import (
     write_whole,
 )
 from kvferry.shared.errors import InvalidRequest, StoreUnavailable
-from kvferry.shared.model.tokenizer import ChatMessage
+from kvferry.shared.model.chat_template import ChatMessage
 
 EMPTY = SessionRecord(kind="chat", model_fingerprint="f", token_ids=())
 RECORD = replace(

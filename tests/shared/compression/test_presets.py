@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.interface import select_rows
+from kvferry.shared.compression.installed import installed_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import PRESETS, method_names, plan_for
+from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.compression.rdkv.weights import token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
@@ -117,7 +119,8 @@ MAY_LACK = {"rdkv": {"with_attention": False, "draft_tokens": 0, "draft_kernel_s
 def test_releases_agree_on_what_plans_must_have_and_on_what_is_meant_where_they_lack_something() -> None:
     """A new part may be added to the first list, and a new parameter to the second. All else would keep
     workers and routers of two releases from running one plan together, or have them run two."""
-    may_lack = {name: dict(its.defaults) for name, its in FORMATS.items() if its.defaults}
+    formats = {**FORMATS, **installed_formats()}
+    may_lack = {name: dict(its.defaults) for name, its in formats.items() if its.defaults}
     assert may_lack == MAY_LACK
     must_have: dict[str, set[str]] = {}
     for plan in PRESETS.values():
@@ -127,8 +130,8 @@ def test_releases_agree_on_what_plans_must_have_and_on_what_is_meant_where_they_
                 assert must_have.setdefault(part.name, names) == names
     assert must_have == MUST_HAVE
     for name, names in MUST_HAVE.items():
-        if name in FORMATS and name != "rows":  # of which a part may have no parameters
-            assert FORMATS[name].allowed.keys() == names | may_lack.get(name, {}).keys()
+        if name in formats and name != "rows":  # of which a part may have no parameters
+            assert formats[name].allowed.keys() == names | may_lack.get(name, {}).keys()
 
 
 def test_overrides_replace_parameters_in_every_part_that_has_them() -> None:

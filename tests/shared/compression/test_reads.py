@@ -8,6 +8,7 @@ import pytest
 import torch
 from kvtest.compression import make_spec
 from kvtest.counted_device import Counting, on_device
+from kvtest.methods import PRESETS
 from torch import Tensor
 
 from kvferry.kernels import dispatch
@@ -15,7 +16,7 @@ from kvferry.shared.compression.compress import measure_layer
 from kvferry.shared.compression.formats import encode_layer, make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, is_measured
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 
 WAITING = {"adakv"}

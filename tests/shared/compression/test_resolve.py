@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
-from kvferry.shared.compression.attention.kinds import ATTENTIONS, make_attention
+from kvferry.shared.compression.attention.kinds import attentions, make_attention
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import method_names, plan_for
@@ -255,7 +255,7 @@ def composed(scorer: str, attention: str, allocation: str) -> CompressionPlan:
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", attentions())
 @pytest.mark.parametrize("method", ["snapkv", "streamingllm", "h2o", "random"])
 def test_every_scorer_goes_with_every_attention_and_allocation(
     method: str, attention: str, allocation: str
@@ -274,7 +274,7 @@ def test_every_scorer_goes_with_every_attention_and_allocation(
     # a measured allocation has the mean until the prompt has been run
     assert (len({layer.rows for layer in resolved.layers}) == 1) == (allocation != "pyramid")
     for layer in resolved.layers:
-        expected = ATTENTIONS[attention].sized(cap=layer.rows, budget=256, head_dim=128, row_dim=256)
+        expected = attentions()[attention].sized(cap=layer.rows, budget=256, head_dim=128, row_dim=256)
         assert make_attention(layer.attention) == expected
 
 

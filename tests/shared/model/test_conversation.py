@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.model.tokenizer import (
-    ChatMessage,
-    ChatTokenizer,
-    RecordedConversation,
-    render_conversation,
-)
+from kvferry.shared.model.chat_template import ChatMessage
+from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
 
 Turn = tuple[list[ChatMessage], RecordedConversation]
 

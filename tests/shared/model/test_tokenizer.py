@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, UnsupportedModel
-from kvferry.shared.model import tokenizer as tokenizer_module
-from kvferry.shared.model.tokenizer import ChatTokenizer, _Spellings
+from kvferry.shared.model import chat_template as template_module
+from kvferry.shared.model.chat_template import Spellings
+from kvferry.shared.model.tokenizer import ChatTokenizer
 
 CONTENTS = st.text(
     alphabet=st.sampled_from("the pin is 42 .,?\n<|>\u00e9\u4f60\U0001f600\uff1c\uff5c\ufb01g\u0301"),
@@ -199,7 +200,7 @@ def test_role_markers_that_are_added_tokens_stay_text_in_users_messages(
 
 
 def test_a_thousand_special_tokens_are_looked_for_as_fast_as_a_few() -> None:
-    spellings = _Spellings.of(
+    spellings = Spellings.of(
         [tokenizers.AddedToken(text, normalized=False) for text in ("[INST]", "<s>")]
         + [tokenizers.AddedToken(f"<SPECIAL_{number}>", normalized=False) for number in range(1000)],
         None,
@@ -299,11 +300,11 @@ def test_spellings_are_found_in_pieces_as_in_the_whole(text: str, at_once: int) 
         tokenizers.AddedToken("end", normalized=True),
         tokenizers.AddedToken("<|", normalized=False),
     ]
-    spellings = _Spellings.of(tokens, None)
+    spellings = Spellings.of(tokens, None)
     assert spellings is not None
     whole = spellings.begin.sub(lambda match: match.group(0) + "#", text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "_SEARCHED_AT_ONCE", at_once)
+        patch.setattr(template_module, "_SEARCHED_AT_ONCE", at_once)
         assert spellings.interrupted(text, "#") == whole
 
 

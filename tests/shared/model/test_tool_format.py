@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from kvferry.shared.errors import InvalidRequest, UnsupportedModel
 from kvferry.shared.model.answer import AnswerParser
 from kvferry.shared.model.calls import CallForm, CallPiece, CallReader
-from kvferry.shared.model.tokenizer import ChatTokenizer, TemplateInputs
+from kvferry.shared.model.chat_template import TemplateInputs
+from kvferry.shared.model.tokenizer import ChatTokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -80,7 +81,7 @@ CALL_ONE, CALL_TWO = (f"<tool_call>{its}</tool_call>" for its in (JSON_ONE, JSON
     ],
 )
 def test_an_answers_parts_are_found_however_it_comes(template, text, expected, step):
-    assert answer(tokenizer_of(template).response_template, text, step) == expected
+    assert answer(tokenizer_of(template).template.response_template, text, step) == expected
 
 
 JSON_VALUES = st.recursive(
@@ -168,29 +169,30 @@ PREAMBLE = "<|channel|>commentary<|message|>Let me see.<|end|>"
     ],
 )
 def test_harmonys_channels_are_told_apart(text, expected, step):
-    template = tokenizer_of(HARMONY).response_template
+    template = tokenizer_of(HARMONY).template.response_template
     assert answer(template, text, step, prefix="<|end|><|start|>assistant") == expected
 
 
 def test_harmonys_final_channel_that_the_prompt_has_opened_goes_on():
-    template = tokenizer_of(HARMONY).response_template
+    template = tokenizer_of(HARMONY).template.response_template
     assert answer(template, "yes", prefix=f"<|start|>assistant{FINAL}") == ("yes", "", [])
 
 
 def test_a_demanded_call_in_harmonys_form_is_found():
     tokenizer = tokenizer_of(HARMONY)
-    begin, middle = tokenizer.tool_format.begin, tokenizer.tool_format.middle
-    text = f"{begin}{TWO.name}{middle}{TWO.arguments}{tokenizer.tool_format.end}"
-    assert answer(tokenizer.response_template, text, prefix="<|start|>assistant") == ("", "", [TWO])
+    begin, middle = tokenizer.template.tool_format.begin, tokenizer.template.tool_format.middle
+    text = f"{begin}{TWO.name}{middle}{TWO.arguments}{tokenizer.template.tool_format.end}"
+    assert answer(tokenizer.template.response_template, text, prefix="<|start|>assistant") == ("", "", [TWO])
 
 
 def test_a_template_without_tools_or_marks_implies_no_parts():
     plain, llama = tokenizer_of(CHATML), tokenizer_of(LLAMA)
-    assert not plain.knows("tools")
-    assert (plain.tool_format, plain.response_template) == (None, None)
-    assert llama.response_template is None
-    assert (llama.tool_format.begin, llama.tool_format.middle) == ('{"name": "', '", "parameters": ')
-    assert llama.tool_format.between is None
+    assert not plain.template.knows("tools")
+    assert (plain.template.tool_format, plain.template.response_template) == (None, None)
+    assert llama.template.response_template is None
+    form = llama.template.tool_format
+    assert (form.begin, form.middle) == ('{"name": "', '", "parameters": ')
+    assert form.between is None
 
 
 def test_a_checkpoints_own_response_template_is_used():
@@ -199,11 +201,11 @@ def test_a_checkpoints_own_response_template_is_used():
         "fields": {"thinking": {"open": "<t>", "close": "</t>"}, "content": {}},
     }
     tokenizer = tokenizer_of(HERMES, response_template=own)
-    assert answer(tokenizer.response_template, "<t>hm</t>yes") == ("yes", "hm", [])
+    assert answer(tokenizer.template.response_template, "<t>hm</t>yes") == ("yes", "hm", [])
 
 
 def test_a_thought_that_the_prompt_has_opened_goes_on():
-    template = tokenizer_of(THINKING).response_template
+    template = tokenizer_of(THINKING).template.response_template
     found = answer(template, "hm</think>yes", prefix="<|im_start|>assistant\n<think>")
     assert found == ("yes", "hm", [])
 

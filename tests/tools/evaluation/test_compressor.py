@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kvtest.methods import PRESETS
 
-from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.config import EvalConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kvtest.methods import PRESETS
 
-from kvferry.shared.compression.presets import PRESETS
 from kvferry.tools.evaluation.plots import STYLES, accuracy_figure, style
 from kvferry.tools.evaluation.summary import Cell, Scores
 

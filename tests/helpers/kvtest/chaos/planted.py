@@ -57,19 +57,19 @@ def wrong_generation() -> None:
 
     from kvferry.services.decode import receiver
 
-    accept, numbers = receiver.CacheReceiver._accept, itertools.count(1)
+    make_writer, numbers = receiver.PartReceiver._writer, itertools.count(1)
     last: deque[Any] = deque(maxlen=4)
 
-    def confused(self: Any, manifest: Any) -> Any:
-        sequence, writer, number = accept(self, manifest)
+    def confused(self: Any, part: Any, manifest: Any) -> Any:
+        writer = make_writer(self, part, manifest)
         mine = writer._buffer
         if next(numbers) % 2 == 0:
             fitting = [its for its in last if its.numel() >= mine.numel()]
             writer._buffer = fitting[0][: mine.numel()] if fitting else mine
         last.append(mine)
-        return sequence, writer, number
+        return writer
 
-    receiver.CacheReceiver._accept = confused  # type: ignore[method-assign]
+    receiver.PartReceiver._writer = confused  # type: ignore[method-assign]
 
 
 def dropped_token() -> None:

@@ -34,8 +34,8 @@ from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.rows import RowChunk, RowPrecision
 from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord
+from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import Heads, ModelSpec
-from kvferry.shared.model.tokenizer import ChatMessage
 from kvtest.fuzz.mutate import spoilt_bytes, spoilt_tree
 from kvtest.fuzz.run import Case, Target
 from kvtest.fuzz.targets import spoilt_record

@@ -9,15 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kernels import hsa, quest
+from kvferry.baselines import quest
+from kvferry.baselines.exact_topk import ExactTopK
+from kvferry.baselines.quest import Quest
+from kvferry.baselines.sparq import SparQ
+from kvferry.kernels import hsa
 from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.attention.kinds import (
-    ATTENTIONS,
     EVICTIONS,
-    ExactTopK,
     Hsa,
-    Quest,
-    SparQ,
+    attentions,
     check_attention,
     make_attention,
     size_attention,
@@ -27,6 +28,7 @@ from kvferry.shared.compression.plan import Part
 from kvferry.shared.errors import InvalidRequest
 
 HEADS, D = 2, 12
+ATTENTIONS = attentions()
 
 
 def shape_of(head_dim: int, *, num_kv_heads: int = 1, dtype: torch.dtype = torch.float16) -> LayerShape:

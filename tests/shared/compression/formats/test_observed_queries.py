@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from kvtest.compression import compress_layer, formats_for, make_inputs
+from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.formats import num_observed_queries
 from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 
 NUM_TOKENS, DIM = 203, 16

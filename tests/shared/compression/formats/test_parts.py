@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from kvtest.compression import compress_layer, formats_for, make_inputs
+from kvtest.methods import PRESETS
 from torch import Tensor
 
 from kvferry.shared.compression.formats import compresses_heads_apart
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 
 NUM_HEADS, NUM_TOKENS, BUDGET = 4, 157, 41

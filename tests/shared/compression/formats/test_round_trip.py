@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from kvtest.compression import NOT_WRITTEN, Placed, compress_layer, formats_for, make_inputs
+from kvtest.methods import PRESETS
 from torch import Tensor
 
+from kvferry.baselines.think import Think
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats import FORMATS
@@ -24,7 +26,7 @@ from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
-from kvferry.shared.compression.presets import PRESETS, plan_for
+from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.spec import LayerSpec
 
@@ -279,8 +281,8 @@ def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str)
 def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     """All but a state, which has no rows: `tests/services/test_states.py`."""
     made = [compressed(case, 97)[0] for case in CASES]
-    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, WireRows, Compacting} - {State}
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows, Compacting} - {State}
     compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
-    assert compacted == {fmt for fmt in FORMATS.values() if fmt.compacts}
+    assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
     assert [fmt.is_plain for fmt in made] == [type(fmt) in (Rows, Window) for fmt in made]

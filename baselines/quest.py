@@ -1,18 +1,50 @@
-"""Quest's decode attention (Tang et al. 2024): upper bounds of whole pages choose the tokens to attend.
+"""Quest (Tang et al. 2024): upper bounds of whole pages choose the tokens to attend.
 
-Called by the decode engine once per layer and step for layers whose plan says so. `kernels.hsa` builds and
-grows the pages (`page_extremes`, `append_row`): the auxiliary tensors are the same.
+Pages are built and grown as those of `kernels.hsa`: the auxiliary tensors are the same.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_attention, check_size, path_for
+from kvferry.kernels.dispatch import check_attention, check_size
 from kvferry.kernels.hsa import check_pages, num_pages
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
+from kvferry.shared.compression.attention.interface import CacheView
+from kvferry.shared.compression.attention.kinds import Paged
+from kvferry.shared.compression.interface import LayerShape, Method
+from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(Paged):
+    """Tokens of the pages with the highest upper bounds (Tang et al. 2024; RocketKV appendix A.3)."""
+
+    name: ClassVar[str] = "quest"
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Quest:
+        """Half of the budget is for reading bounds, half for K and V.
+
+        `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
+        K and V of t/2 tokens, twice that for latent rows; `floor(t/2)` tokens are attended. If the query
+        heads of a group differ in sign on a channel, both extremes of the channel are read.
+        """
+        page_size = -(-2 * head_dim * cap // (row_dim * budget))
+        return cls(page_size=max(page_size, 1), num_tokens=max(budget // 2, 1))
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
+        tensors = cache.keys, cache.values, *self.extremes(cache)
+        return attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
+        """One of Kmax and Kmin for every channel of each page."""
+        return num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
 
 
 def attend(
@@ -43,7 +75,6 @@ def attend(
     check_attention(queries, keys, values)
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     check_size("num_tokens", num_tokens, 1)
-    path_for("quest", queries.device)
     keys, values, pages = keys[:, :length], values[:, :length], num_pages(length, page_size)
     if length <= num_tokens:
         return attend_rows(queries, keys, values, scaling=scaling)
@@ -68,3 +99,11 @@ def token_scores(
     counts[-1] = length - (pages - 1) * page_size
     scores = (weights / (weights @ counts)[..., None]).mean(1)
     return scores.repeat_interleave(page_size, dim=1)[:, :length]
+
+
+METHOD = Method(
+    plan=CompressionPlan(
+        method="quest", attention=Part(name=Quest.name, params={"dense_layers": 2}), budget=Budget(tokens=512)
+    ),
+    attention=Quest,
+)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.reference import sparse as reference
 
-from kvferry.kernels import sparq
+from kvferry.baselines import sparq
 
 NAN = float("nan")
 

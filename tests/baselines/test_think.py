@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, one_format
 from kvtest.reference.dense import dense_decode
 
+from kvferry.baselines.think import Think
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
-from kvferry.shared.compression.formats.think import Think
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for

@@ -5,7 +5,7 @@ import torch
 from kvtest.reference.dense import dense_decode
 from kvtest.reference.dense import pruned_decode as reference
 
-from kvferry.kernels.pruned_decode import pruned_decode
+from kvferry.baselines.think import pruned_decode
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 

@@ -8,7 +8,8 @@ from kvtest.reference import sparse as reference
 from kvtest.reference.dense import dense_decode
 from kvtest.reference.sparse import page_extremes
 
-from kvferry.kernels import hsa, quest
+from kvferry.baselines import quest
+from kvferry.kernels import hsa
 from kvferry.kernels.torch_attention import top_tokens
 
 NAN = float("nan")

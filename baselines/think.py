@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.pruned_decode import pruned_decode
+from kvferry.kernels.dispatch import check_same_kind
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     Specs,
@@ -23,8 +23,9 @@ from kvferry.shared.compression.formats.interface import (
     select_rows,
 )
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
-from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.plan import Allowed, Between, Part
+from kvferry.shared.compression.interface import LayerInputs, Method, TensorSpec
+from kvferry.shared.compression.plan import Allowed, Between, CompressionPlan, Part
+from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.compression.rdkv.weights import channel_weights
 
 
@@ -41,6 +42,7 @@ class Think(StoredFormat):
     """
 
     name: ClassVar[str] = "think"
+    heads_apart: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, str]] = {
         "channels": "index", "index": "index", "keys": "rows", "values": "rows"
     }  # fmt: skip
@@ -103,3 +105,46 @@ def num_channels(retention: float, head_dim: int) -> int:
     """C, the number of K channels that are retained."""
     # the shortest decimal that gives this float is what the preset or client wrote
     return math.ceil(Fraction(repr(retention)) * head_dim)
+
+
+def pruned_decode(
+    queries: Tensor,
+    channels: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    *,
+    scaling: float,
+) -> Tensor:
+    """softmax(scaling * [q_C K^T, q K_new^T]) [V; V_new], q_C the query's retained channels (ThinK, Eq. 6).
+
+    Args: as in `kernels`; scaling is that of all D channels.
+        channels: integers `[H_kv, C]`, those of the prompt's K, in its order.
+        keys: `[H_kv, n, C]`, n >= 0.
+        values: `[H_kv, n, D]`.
+    """
+    num_kv_heads, group_size, head_dim = queries.shape
+    num_rows, num_new, num_channels = values.shape[1], new_keys.shape[1], channels.shape[1]
+    new = (num_kv_heads, num_new, head_dim)
+    expected = (
+        (num_kv_heads, num_channels), (num_kv_heads, num_rows, num_channels),
+        (num_kv_heads, num_rows, head_dim), new, new,
+    )  # fmt: skip
+    shapes = tuple(tuple(t.shape) for t in (channels, keys, values, new_keys, new_values))
+    if shapes != expected:
+        raise ValueError(f"channels, K, V and new K, V are {shapes}; they must be {expected}")
+    check_same_kind(queries=queries, keys=keys, values=values, new_keys=new_keys, new_values=new_values)
+    if num_rows + num_new == 0:
+        raise ValueError("there is neither a row of the prompt nor a new one; there must be one to attend to")
+    index = channels.long()[:, None].expand(-1, group_size, -1)
+    logits = torch.cat([queries.gather(2, index) @ keys.mT, queries @ new_keys.mT], dim=2).float()
+    probabilities = (logits * scaling).softmax(dim=-1).to(queries.dtype)
+    return probabilities[:, :, :num_rows] @ values + probabilities[:, :, num_rows:] @ new_values
+
+
+_REPRESENTATION = Part(name=Think.name, params={"channel_retention": 0.5, "window": 32})
+THINK = Method(plan=CompressionPlan(method="think", representation=_REPRESENTATION), format=Think)
+SNAPKV_THINK = Method(
+    plan=replace(PRESETS["snapkv"], method="snapkv-think", representation=_REPRESENTATION), format=Think
+)

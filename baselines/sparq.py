@@ -1,16 +1,66 @@
-"""SparQ's decode attention (Ribar et al. 2024): a few channels choose the tokens, the mean value fills in.
+"""SparQ (Ribar et al. 2024): a few channels choose the tokens to attend, the mean value fills in.
 
-Called by the decode engine once per layer and step for layers whose plan says so. The running sum of the
-values is built when a transfer commits and grows with each appended row.
+The running sum of the values is built when a transfer commits and grows with each appended row.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_attention, check_new_row, check_size, path_for
+from kvferry.kernels.dispatch import check_attention, check_new_row, check_size
+from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
+from kvferry.shared.compression.attention.interface import CacheView
+from kvferry.shared.compression.attention.kinds import Choosing
+from kvferry.shared.compression.interface import LayerShape, Method, TensorSpec
+from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparQ(Choosing):
+    """Tokens by approximate scores from a few channels; the mean value stands for the others.
+
+    Ribar et al. 2024; RocketKV appendix A.3.
+
+    Attributes:
+        num_channels: r, channels of K read for the scores.
+    """
+
+    name: ClassVar[str] = "sparq"
+    takes_any_softmax: ClassVar[bool] = False
+    num_channels: int
+
+    @classmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> SparQ:
+        """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
+
+        `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
+        t/2 tokens; `floor(t/2)` tokens are attended. Latent rows have half of the bytes, so r is half, too.
+        """
+        num_channels = min(max(row_dim * budget // (2 * cap), 1), head_dim)
+        return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
+
+    def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
+        """The running sum of the values, float32 `[H_kv, D]`."""
+        return (TensorSpec(shape=(shape.num_kv_heads, shape.value_dim), dtype=torch.float32),)
+
+    def build(self, cache: CacheView, *, length: int) -> None:
+        write_value_sum(cache.values, cache.auxiliary[0], length=length)
+
+    def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
+        append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
+
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
+        tensors = cache.keys, cache.values, cache.auxiliary[0]
+        return attend(queries, *tensors, length=length, scaling=plain(scaling), **self.sizes)
+
+    def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
+        """r channels of every key, and the mean value."""
+        return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
 
 
 def write_value_sum(values: Tensor, value_sum: Tensor, *, length: int) -> None:
@@ -68,7 +118,6 @@ def attend(
     check_size("length", length, 1, keys.shape[1])
     check_size("num_channels", num_channels, 1, keys.shape[2])
     check_size("num_tokens", num_tokens, 1)
-    path_for("sparq", queries.device)
     keys, values = keys[:, :length], values[:, :length]
     if length <= num_tokens:
         return attend_rows(queries, keys, values, scaling=scaling)
@@ -100,3 +149,9 @@ def _check_sum(values: Tensor, value_sum: Tensor) -> None:
         )
     if value_sum.dtype != torch.float32:
         raise ValueError(f"value_sum is {value_sum.dtype}; it must be float32")
+
+
+METHOD = Method(
+    plan=CompressionPlan(method="sparq", attention=Part(name=SparQ.name), budget=Budget(tokens=512)),
+    attention=SparQ,
+)

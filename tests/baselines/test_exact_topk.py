@@ -4,7 +4,7 @@ import pytest
 import torch
 from kvtest.reference import sparse as reference
 
-from kvferry.kernels import exact_topk
+from kvferry.baselines import exact_topk
 from kvferry.kernels.torch_attention import top_tokens
 
 NAN = float("nan")
