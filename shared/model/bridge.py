@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,8 +27,9 @@ from kvferry.shared.model.fused_decode import fused_decode
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
+from kvferry.shared.model.probe_pass import AttentionCall, ProbePass
 from kvferry.shared.model.rotary import KeyRotation
-from kvferry.shared.model.spec import Heads, LayerSpec, ModelSpec
+from kvferry.shared.model.spec import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from kvferry.shared.model.state_cache import StateCache
@@ -241,18 +241,6 @@ class DecodePass:
         return (attended if latent is None else latent.project(attended))[:, None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """What one layer's attention was called with: its heads, the keys `[H_kv, T, D]`, whether the softmax is
-    plain, and how many of the keys' channels are values (0: none)."""
-
-    layer: int
-    heads: Heads
-    keys: Tensor
-    has_plain_softmax: bool
-    latent_dim: int
-
-
 class NoStates:
     """Implements `LayerStates` for a pass that begins without states. Attributes: stored: those after it."""
 
@@ -265,36 +253,6 @@ class NoStates:
     def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
         """See `LayerStates.store`."""
         self.stored[layer] = state
-
-
-class ProbePass:
-    """Records each layer's call. Its attention returns zeros, so that a token's key depends on the token and
-    its position alone, in every layer; of a model with states, if each token is a sequence of its own."""
-
-    def __init__(self, *, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.positions = _NO_POSITIONS
-        self.cache: StateCache | None = None
-        self.calls: list[AttentionCall] = []
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
-    ) -> Tensor:
-        call = AttentionCall(
-            layer=layer,
-            heads=Heads(
-                num_kv_heads=key.shape[1],
-                group_size=query.shape[1] // key.shape[1],
-                head_dim=key.shape[3],
-            ),
-            keys=key.transpose(0, 1).flatten(1, 2).clone(),
-            has_plain_softmax=not isinstance(scaling, Softmax),
-            latent_dim=0 if latent is None else value.shape[3],
-        )
-        self.calls.append(call)
-        width = query.shape[3] if latent is None else latent.expand(key[0, 0, :1], slice(1))[1].shape[2]
-        batch_size, num_heads, num_tokens, _ = query.shape
-        return query.new_zeros(batch_size, num_tokens, num_heads, width)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
@@ -466,10 +424,8 @@ class TransformersModel:
         return self._rotation.undo(layer, keys)
 
     def skip_positions(self, first: int, number: int) -> None:
-        """In later passes, rotate tokens from position `first` on as if they were `number` positions later.
-
-        Used to measure what distance alone costs. `number` 0 skips nothing.
-        """
+        """In later passes, rotate tokens from position `first` on as if they were `number` positions later, to
+        measure what distance alone costs."""
         self._skipped = (first, number)
 
     def _run(
