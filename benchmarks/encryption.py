@@ -24,11 +24,11 @@ from typing import Any
 
 from wire import measure_ours, receive_ours, run
 
-from kvferry.shared.certs import Certs
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.trust.certs import Certs
 from kvferry.tools.certs import make_certs
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,10 +19,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvferry.shared.config import HistoryBits
 from kvferry.shared.history.rows import RowChunk, RowPrecision
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.process.config import HistoryBits
 from kvferry.tools.recall.tasks import TASKS
 
 TASK = "multi_key_8"

@@ -21,9 +21,9 @@ from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool, served_model
 from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.telemetry.metrics import RouterMetrics
 
 TURN_TOKENS, CHARACTERS_A_TOKEN = 556, 4
 _TIMED = 200

@@ -57,7 +57,7 @@ NUM_PROMPT_TOKENS, NUM_GENERATED_TOKENS = 123, 5
 TOKEN_BUDGET = 64
 TIMEOUT_S = 120.0
 SETTLE_S = 0.4
-_WATCHER = "/shared/metrics_server.py"
+_WATCHER = "/shared/telemetry/metrics_server.py"
 """After the answer, for the KV of generated tokens to reach the history tier."""
 _QUESTION = "what is the pin of the red castle ?"
 _FILLER = "the old sailor painted the quiet bridge ."

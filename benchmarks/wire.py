@@ -31,8 +31,8 @@ import torch
 import xxhash
 import zmq
 
-from kvferry.shared.certs import BlockKeys, Certs, Role
 from kvferry.shared.control.messages import Ticket
+from kvferry.shared.trust.certs import BlockKeys, Certs, Role
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,

@@ -14,7 +14,7 @@ from cyclopts import App
 from cyclopts.argument import Argument
 
 from kvferry.services.launcher.cli import app
-from kvferry.shared.command_line import variable_name
+from kvferry.shared.process.command_line import variable_name
 
 SECTIONS = {
     "Services": ("router", "prefill", "decode", "serve"),

@@ -1,4 +1,4 @@
-"""Makes the keys of all roles; `shared/certs.py` says which files there are and who needs them."""
+"""Makes the keys of all roles; `shared/trust/certs.py` says which files there are and who needs them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvferry.shared.certs import CLIENT_ROLES, PEERS, ROLES, Role, tls_name
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.trust.certs import CLIENT_ROLES, PEERS, ROLES, Role, tls_name
 
 _AUTHORITY_DAYS = 3650
 

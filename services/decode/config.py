@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvferry.shared.config import WorkerSettings
-from kvferry.shared.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
+from kvferry.shared.process.config import WorkerSettings
+from kvferry.shared.process.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
 
 if TYPE_CHECKING:
     import torch

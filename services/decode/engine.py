@@ -42,10 +42,10 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
 )
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
-from kvferry.shared.heartbeat import FRESH_S, Heartbeat
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 
 _log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.25

@@ -26,7 +26,7 @@ from kvferry.shared.cache.arena import (
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.errors import CapacityExceeded, KvferryError
-from kvferry.shared.freeing_rate import FreeingRate
+from kvferry.shared.process.freeing_rate import FreeingRate
 
 GROWTH_TOKENS = 64
 """Tokens for which a sequence has room at first, at least, and by which it grows, at least."""

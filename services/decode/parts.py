@@ -35,15 +35,15 @@ from kvferry.shared.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.process.worker import RankTransport
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.telemetry import begin, context_of
+from kvferry.shared.telemetry.metrics import DecodeMetrics
+from kvferry.shared.telemetry.tracing import begin, context_of
 from kvferry.shared.wire.messages import Manifest, TransferKey
-from kvferry.shared.worker import RankTransport
 
 DECODE_RANK = "kvferry.services.decode.rank:DecodeRank"
 """The class of the other ranks, for `load_parallel_model`."""

@@ -23,8 +23,8 @@ from kvferry.services.decode.receiver import PartReceiver
 from kvferry.services.decode.step import MAX_STEPS
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.process.worker import RankTransport
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.worker import RankTransport
 
 _log = structlog.get_logger(__name__)
 

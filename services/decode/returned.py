@@ -14,8 +14,8 @@ from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.control.messages import HistoryReturned, Ticket
 from kvferry.shared.errors import KvferryError
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer

@@ -28,7 +28,7 @@ from kvferry.shared.errors import DeadlineExceeded, KvferryError, LeaseExpired
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.telemetry import begin, current_context
+from kvferry.shared.telemetry.tracing import begin, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.sender import OutgoingTransfer
 

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
-from kvferry.shared.device_loss import end_process
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.worker import BlockTransport, RankTransport, run_worker
+from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.worker import BlockTransport, RankTransport, run_worker
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 
 
 async def run(config: DecodeConfig, *, ends_process: bool = False) -> None:

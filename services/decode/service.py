@@ -54,7 +54,8 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
     calling_router,
 )
-from kvferry.shared.draining import Drain
+from kvferry.shared.device.kernel_paths import ShownPaths
+from kvferry.shared.device.warm_up import needs_warm_up, shown_progress
 from kvferry.shared.errors import (
     CapacityExceeded,
     ContextLengthExceeded,
@@ -62,19 +63,18 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     WorkerUnavailable,
 )
-from kvferry.shared.kernel_paths import ShownPaths
-from kvferry.shared.metrics import ARENA_STATES, DecodeMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.draining import Drain
+from kvferry.shared.process.worker import RankTransport
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.telemetry import stage
-from kvferry.shared.warm_up import needs_warm_up, shown_progress
+from kvferry.shared.telemetry.metrics import ARENA_STATES, DecodeMetrics
+from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.worker import RankTransport
 
 _log = structlog.get_logger(__name__)
 SWEEP_INTERVAL_S = 0.25

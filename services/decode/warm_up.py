@@ -4,7 +4,7 @@ A kind whose rows are attended without batched kernels takes one step: it has no
 of its steps are those of the other kinds.
 
 Runs on the engine's thread before it takes sequences. What is compiled and captured here, no request waits
-for. See `shared/warm_up.py`.
+for. See `shared/device/warm_up.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvferry.services.decode.step import StepInput, StepRunner
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.device.self_test import model_shapes
+from kvferry.shared.device.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.self_test import model_shapes
-from kvferry.shared.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
 
 _log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from kvferry.shared.command_line import EXIT_FAILED
+from kvferry.shared.process.command_line import EXIT_FAILED
 
 GRACE_S = 5.0
 _READ_BYTES = 4096

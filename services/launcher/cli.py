@@ -20,7 +20,7 @@ from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.launcher.config import HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
-from kvferry.shared.command_line import command, make_app, run_app
+from kvferry.shared.process.command_line import command, make_app, run_app
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig

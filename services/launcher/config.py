@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
-from kvferry.shared.config import LogLevel, ServiceSettings, Settings
-from kvferry.shared.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.shared.process.config import LogLevel, ServiceSettings, Settings
+from kvferry.shared.process.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig

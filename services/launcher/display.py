@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 
-from kvferry.shared.serving import reachable
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.serving import reachable
+from kvferry.shared.process.version import VERSION
 
 # The demo model knows only these words; any other model can answer, too.
 EXAMPLE_MESSAGE = (

@@ -24,14 +24,14 @@ from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
-from kvferry.shared.config import ServiceSettings
 from kvferry.shared.model.generation_config import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.process.config import ServiceSettings
+from kvferry.shared.process.worker import load_workers_model, start_service
+from kvferry.shared.telemetry.tracing import setup_tracing
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.worker import load_workers_model, start_service
 
 S = TypeVar("S", bound=ServiceSettings)
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import structlog
 
 from kvferry.services.launcher.child import run_service
-from kvferry.shared.command_line import EXIT_USAGE, variable_name
 from kvferry.shared.errors import ConfigurationError, DeadlineExceeded, KvferryError
+from kvferry.shared.process.command_line import EXIT_USAGE, variable_name
 
 logger = structlog.get_logger(__name__)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, Role, ServeConfig
 from kvferry.services.launcher.process import ServiceProcess, may_use_gpu, process_context
-from kvferry.shared.serving import announce_ready
+from kvferry.shared.process.serving import announce_ready
 
 _LAUNCHER_ONLY = HIDDEN_FROM_SERVE | {"listen", "ready_file", "threads"}
 _ALWAYS_GIVEN = ("log_level", "shutdown_timeout_s")

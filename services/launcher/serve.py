@@ -16,8 +16,8 @@ from kvferry.services.launcher.display import Display
 from kvferry.services.launcher.processes import ProcessStack
 from kvferry.services.router.config import split_list
 from kvferry.shared.errors import DeadlineExceeded
-from kvferry.shared.logging import setup_logging
-from kvferry.shared.serving import announce_ready, check_free, reachable, wait_for_signal
+from kvferry.shared.process.logging import setup_logging
+from kvferry.shared.process.serving import announce_ready, check_free, reachable, wait_for_signal
 
 if TYPE_CHECKING:
     from kvferry.services.launcher.in_process import InProcessStack

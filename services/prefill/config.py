@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvferry.shared.config import HistoryBits, StoredSettings, WorkerSettings
 from kvferry.shared.history.host_memory import available_memory_bytes
-from kvferry.shared.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
+from kvferry.shared.process.config import HistoryBits, StoredSettings, WorkerSettings
+from kvferry.shared.process.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
 
 _MEMORY_SHARE = 4
 

@@ -27,14 +27,14 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
+from kvferry.shared.device.warm_up import needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
-from kvferry.shared.freeing_rate import FreeingRate
-from kvferry.shared.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.telemetry import carrier, stage
-from kvferry.shared.warm_up import needs_warm_up, shown_progress, warm_prefill
+from kvferry.shared.process.freeing_rate import FreeingRate
+from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
+from kvferry.shared.telemetry.metrics import PrefillMetrics
+from kvferry.shared.telemetry.tracing import carrier, stage
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
 
@@ -241,7 +241,7 @@ class PrefillEngine:
             job.check_cancelled()
 
     def _warm_up(self) -> None:
-        """See `shared/warm_up.py`; the engine is not ready before its first probe."""
+        """See `shared/device/warm_up.py`; the engine is not ready before its first probe."""
         progress = shown_progress(self._metrics.warm_up)
         if self._config.warm_up and needs_warm_up("prefill", self._model):
             warm_prefill(self._model, progress)

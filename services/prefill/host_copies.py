@@ -21,9 +21,9 @@ from torch import Tensor
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.shared.cache.delta import NEW_ROWS, ShippedRows, delta_tensors, layer_positions
 from kvferry.shared.compression.formats.interface import Encoded, LayerFormat
-from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.telemetry import stage
+from kvferry.shared.process.heartbeat import Heartbeat
+from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import NamedTensor
 
 _OPERATIONS_AHEAD = 8

@@ -25,11 +25,11 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.telemetry import begin, current_context
+from kvferry.shared.telemetry.metrics import PrefillMetrics
+from kvferry.shared.telemetry.tracing import begin, current_context
 from kvferry.shared.wire.messages import TransferKey
 
 log = structlog.get_logger(__name__)

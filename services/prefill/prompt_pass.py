@@ -30,10 +30,10 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.errors import HistoryMiss
-from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
-from kvferry.shared.telemetry import stage
+from kvferry.shared.process.heartbeat import Heartbeat
+from kvferry.shared.telemetry.tracing import stage
 
 _EMPTY = Encoded(tensors=())
 """A layer of which nothing is shipped."""

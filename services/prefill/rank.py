@@ -20,19 +20,19 @@ from kvferry.services.prefill.host_copies import HandOver, HostCopies, LayerShip
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.schedule import MAX_STARTED
 from kvferry.shared.cache.delta import RetainedChain, ShippedRows
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
-from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
 from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.process.heartbeat import Heartbeat
+from kvferry.shared.process.worker import ProcessTransport
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.sender import BlockSender
-from kvferry.shared.worker import ProcessTransport
 
 _MAX_WAITING = 64
 """Transfers that wait for their acknowledgement at the same time; others wait for these first."""

@@ -13,8 +13,6 @@ from prometheus_client import CollectorRegistry
 from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
 from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.at_rest import AtRestKeys
-from kvferry.shared.device_loss import end_process
 from kvferry.shared.history.disk_history import DiskHistory
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_history import RedisHistory
@@ -22,10 +20,12 @@ from kvferry.shared.history.redis_quota import RedisQuota
 from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.worker import BlockTransport, run_worker
+from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.worker import BlockTransport, run_worker
+from kvferry.shared.telemetry.metrics import PrefillMetrics
+from kvferry.shared.trust.at_rest import AtRestKeys
 
 _COMMIT_TIMEOUT_S = 8.0
 """How long a commit waits for Redis. Less than the router waits for a commit."""

@@ -40,7 +40,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
     calling_router,
 )
-from kvferry.shared.draining import Drain
+from kvferry.shared.device.kernel_paths import ShownPaths
 from kvferry.shared.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -53,13 +53,13 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.kernel_paths import ShownPaths
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.draining import Drain
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
-from kvferry.shared.telemetry import stage
+from kvferry.shared.telemetry.metrics import PrefillMetrics
+from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 

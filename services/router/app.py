@@ -50,14 +50,14 @@ from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.draining import REASON, Drain
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.draining import REASON, Drain
+from kvferry.shared.process.version import VERSION
+from kvferry.shared.telemetry.metrics import RouterMetrics
+from kvferry.shared.trust.at_rest import AtRestKeys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvferry.shared.config import StoredSettings
-from kvferry.shared.options import (
+from kvferry.shared.process.config import StoredSettings
+from kvferry.shared.process.options import (
     ACCESS,
     COMPRESSION,
     HISTORY,
@@ -21,7 +21,7 @@ from kvferry.shared.options import (
     Bytes,
     Seconds,
 )
-from kvferry.shared.serving import is_loopback, parse_address
+from kvferry.shared.process.serving import is_loopback, parse_address
 
 
 def split_list(value: str) -> tuple[str, ...]:

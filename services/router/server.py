@@ -14,16 +14,16 @@ from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.logging import setup_logging
-from kvferry.shared.metrics import RouterMetrics, certificate_expiry
 from kvferry.shared.model.generation_config import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.serving import serve_until_signal
-from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.process.logging import setup_logging
+from kvferry.shared.process.serving import serve_until_signal
+from kvferry.shared.telemetry.metrics import RouterMetrics, certificate_expiry
+from kvferry.shared.telemetry.tracing import setup_tracing
+from kvferry.shared.trust.certs import Certs
 
 
 async def run(config: RouterConfig) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from kvferry.shared.certs import Certs, Role, tls_name
 from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
 from kvferry.shared.control.event_streams import EVENTS_KEY
 from kvferry.shared.control.messages import (
@@ -39,8 +38,9 @@ from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_
 from kvferry.shared.control.shared_events import Ended, Item, SharedEvents
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
-from kvferry.shared.silence import SilenceTimer
-from kvferry.shared.telemetry import carrier
+from kvferry.shared.process.silence import SilenceTimer
+from kvferry.shared.telemetry.tracing import carrier
+from kvferry.shared.trust.certs import Certs, Role, tls_name
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),

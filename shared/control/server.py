@@ -18,7 +18,6 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.shared.certs import Certs, tls_name
 from kvferry.shared.control import codec
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.event_streams import EVENTS_KEY, EventStreams
@@ -31,9 +30,10 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
-from kvferry.shared.logging import request_context
-from kvferry.shared.serving import HANDSHAKE_S
-from kvferry.shared.telemetry import context_of, entry
+from kvferry.shared.process.logging import request_context
+from kvferry.shared.process.serving import HANDSHAKE_S
+from kvferry.shared.telemetry.tracing import context_of, entry
+from kvferry.shared.trust.certs import Certs, tls_name
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
 DEFAULT_TIMEOUT_S = 3600.0

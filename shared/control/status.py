@@ -21,7 +21,7 @@ from kvferry.shared.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 
 CLASS_KEY = "kvferry-error-class"
 REASON_KEY = "kvferry-error-reason"

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvferry.kernels.packed.value_rows import pack_value_rows, unpack_value_rows
 from kvferry.kernels.quantise import quantise_rows
-from kvferry.shared.config import HistoryBits
+from kvferry.shared.process.config import HistoryBits
 
 LayerKV = tuple[Tensor, Tensor]
 """K (post-RoPE) and V of one layer, `[H_kv, n, D]`, on the host."""

@@ -22,12 +22,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvferry.shared.at_rest import LABEL_BYTES, LABEL_OFFSET, SEALED_BYTES, AtRestKeys, Unreadable, open_with
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.checkpoints import LayerState
 from kvferry.shared.history.rows import RowChunk, RowPrecision, part_of
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, StateSpec
+from kvferry.shared.trust.at_rest import (
+    LABEL_BYTES,
+    LABEL_OFFSET,
+    SEALED_BYTES,
+    AtRestKeys,
+    Unreadable,
+    open_with,
+)
 
 FORMAT_VERSION = 1
 FENCE_BYTES = LABEL_BYTES

@@ -424,8 +424,8 @@ class TransformersModel:
         return self._rotation.undo(layer, keys)
 
     def skip_positions(self, first: int, number: int) -> None:
-        """In later passes, rotate tokens from position `first` on as if they were `number` positions later, to
-        measure what distance alone costs."""
+        """In later passes, rotate tokens from position `first` on as if they were `number` positions later.
+        Measures what distance alone costs."""
         self._skipped = (first, number)
 
     def _run(

@@ -22,9 +22,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, Overloaded
+from kvferry.shared.process.turns import Turns
 from kvferry.shared.sampling import grammar_child
 from kvferry.shared.sampling.params import Grammar
-from kvferry.shared.turns import Turns
 
 NUM_CHILDREN = 2
 MAX_WAITING = 32

@@ -18,7 +18,7 @@ from kvferry.shared.wire.channel import Channel, ConnectingNetwork, ListeningCha
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 
 if TYPE_CHECKING:
-    from kvferry.shared.config import WorkerSettings
+    from kvferry.shared.process.config import WorkerSettings
 
 GROUP = "kvferry.transports"
 

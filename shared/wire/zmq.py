@@ -21,9 +21,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kvferry.shared.certs import BlockKeys
 from kvferry.shared.errors import ConfigurationError, TransferFailed
-from kvferry.shared.serving import HANDSHAKE_S
+from kvferry.shared.process.serving import HANDSHAKE_S
+from kvferry.shared.trust.certs import BlockKeys
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import HEADER_BYTES
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES

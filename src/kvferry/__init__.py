@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 
 if TYPE_CHECKING:
     from kvferry.tools.caches.cache import CompressedCache, compress, load

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.services.launcher import cli
-from kvferry.shared.command_line import option_name
+from kvferry.shared.process.command_line import option_name
 from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
-from kvferry.shared.command_line import check_environment, variable_name
+from kvferry.shared.process.command_line import check_environment, variable_name
 from kvferry.tools.kernel_cache.shapes import SHIPPED
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ import promql_parser
 import pytest
 import yaml
 
-from kvferry.shared.kernel_paths import KernelQuarantine
-from kvferry.shared.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.shared.device.kernel_paths import KernelQuarantine
+from kvferry.shared.telemetry.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

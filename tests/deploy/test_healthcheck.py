@@ -10,8 +10,8 @@ import pytest
 from kvtest.ports import free_port
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.certs import Certs
-from kvferry.shared.metrics_server import serve_metrics
+from kvferry.shared.telemetry.metrics_server import serve_metrics
+from kvferry.shared.trust.certs import Certs
 from kvferry.tools.certs import make_certs
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "healthcheck.py"

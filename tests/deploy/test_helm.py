@@ -29,11 +29,11 @@ from kvferry.services.launcher.cli import app
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
 from kvferry.services.router.api.operations import unkeyed
 from kvferry.services.router.http.access import KeyFile
-from kvferry.shared.certs import CLIENT_ROLES, PEERS, ROLES, Certs, tls_name
-from kvferry.shared.command_line import check_environment, variable_name
-from kvferry.shared.kernel_paths import KernelQuarantine
-from kvferry.shared.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
-from kvferry.shared.metrics_server import serve_metrics
+from kvferry.shared.device.kernel_paths import KernelQuarantine
+from kvferry.shared.process.command_line import check_environment, variable_name
+from kvferry.shared.telemetry.metrics import CERTIFICATE_EXPIRY, DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.shared.telemetry.metrics_server import serve_metrics
+from kvferry.shared.trust.certs import CLIENT_ROLES, PEERS, ROLES, Certs, tls_name
 from kvferry.tools.certs import make_certs
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.shared.metrics import CERTIFICATE_EXPIRY
+from kvferry.shared.telemetry.metrics import CERTIFICATE_EXPIRY
 from kvferry.tools.certs import make_certs
 
 

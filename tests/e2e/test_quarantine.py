@@ -18,11 +18,12 @@ from kvtest.steps import interpreter as interpreter
 from kvferry.kernels import dispatch, quarantine
 from kvferry.services.launcher.config import ServeConfig
 from kvferry.services.launcher.in_process import InProcessStack
-from kvferry.shared import self_test, worker
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.device import self_test
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process import worker
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator
 

@@ -12,9 +12,9 @@ import pytest
 from kvtest.lanes import some
 
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
-from kvferry.shared.command_line import option_name, variable_name
-from kvferry.shared.kernel_paths import KernelQuarantine
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
+from kvferry.shared.device.kernel_paths import KernelQuarantine
+from kvferry.shared.process.command_line import option_name, variable_name
+from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
 from kvferry.tools.caches.model import ATTENTION_NAME
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 

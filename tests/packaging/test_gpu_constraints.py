@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from kvferry.shared.cuda_driver import LEAST_DRIVERS
+from kvferry.shared.device.cuda_driver import LEAST_DRIVERS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKERFILE = (REPOSITORY / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from kvtest.methods import PRESETS
 
 from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ServeConfig
 from kvferry.services.launcher.display import EXAMPLE_ANSWER
-from kvferry.shared.command_line import option_name, variable_name
+from kvferry.shared.process.command_line import option_name, variable_name
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig

@@ -32,7 +32,7 @@ def version_in(tree: Path) -> str:
 def test_a_tree_that_is_not_installed_has_pyproject_s_version(version: str, tmp_path: Path) -> None:
     """In a copy, because an installation may leave metadata beside the sources."""
     package = tmp_path / "src" / "kvferry"
-    for path in ("__init__.py", "shared/__init__.py", "shared/version.py"):
+    for path in ("__init__.py", "shared/__init__.py", "shared/process/version.py"):
         (package / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / "src" / "kvferry" / path, package / path)
     text = PYPROJECT.replace(f'\nversion = "{VERSION}"\n', f'\nversion = "{version}"\n')

@@ -24,8 +24,8 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.worker import ProcessTransport, RankTransport
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator
 
 METHODS = ("full", "rocketkv", "rdkv", "compactor")

@@ -28,15 +28,15 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import PrefillRequest, RedirectRequest, SessionKey, Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.worker import ProcessTransport, RankTransport
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator
 
 WAIT_S = 60.0

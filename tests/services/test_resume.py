@@ -23,11 +23,11 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.wire.channel import Channel
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender

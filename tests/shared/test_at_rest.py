@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.shared.at_rest import (
+from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.trust.at_rest import (
     LABEL_OFFSET,
     MASTER_KEY_BYTES,
     SEALED_BYTES,
@@ -18,7 +19,6 @@ from kvferry.shared.at_rest import (
     is_sealed,
     open_with,
 )
-from kvferry.shared.errors import ConfigurationError
 
 OLD, NEW = b"o" * MASTER_KEY_BYTES, b"n" * MASTER_KEY_BYTES
 KEYS = AtRestKeys((NEW,))

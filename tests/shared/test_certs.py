@@ -23,10 +23,10 @@ from kvtest.control import DecodeService, PrefillService
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.shared.certs import ROLES, Certs
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.server import ControlServer, serve_control
 from kvferry.shared.errors import ConfigurationError, TransferFailed, WorkerUnavailable
+from kvferry.shared.trust.certs import ROLES, Certs
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sender import BlockSender

@@ -11,7 +11,8 @@ import pytest
 from pydantic import Field
 
 from kvferry.services.launcher.config import KNOWN_CONFIGS
-from kvferry.shared.command_line import (
+from kvferry.shared.errors import ConfigurationError, KvferryError
+from kvferry.shared.process.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -20,9 +21,8 @@ from kvferry.shared.command_line import (
     make_app,
     run_app,
 )
-from kvferry.shared.config import ServiceSettings, Settings, WorkerSettings
-from kvferry.shared.errors import ConfigurationError, KvferryError
-from kvferry.shared.options import (
+from kvferry.shared.process.config import ServiceSettings, Settings, WorkerSettings
+from kvferry.shared.process.options import (
     CAPACITY,
     TIMEOUTS,
     Bytes,
@@ -32,7 +32,7 @@ from kvferry.shared.options import (
     show_bytes,
     show_seconds,
 )
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 
 
 class Sample(ServiceSettings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtest.clock import Clock
 
-from kvferry.shared.freeing_rate import LONGEST_S, FreeingRate
+from kvferry.shared.process.freeing_rate import LONGEST_S, FreeingRate
 
 
 def test_before_anything_was_freed_the_callers_guess_is_said() -> None:

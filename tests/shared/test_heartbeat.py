@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from kvtest.clock import Clock
 
-from kvferry.shared import heartbeat
-from kvferry.shared.heartbeat import Heartbeat
+from kvferry.shared.process import heartbeat
+from kvferry.shared.process.heartbeat import Heartbeat
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvferry.kernels import dispatch
-from kvferry.shared import kernel_cache
+from kvferry.shared.device import kernel_cache
+from kvferry.shared.device.kernel_paths import choose_kernels
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.kernel_paths import choose_kernels
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,9 @@ def test_a_worker_that_compiles_nothing_needs_no_cache(cache: Path, monkeypatch:
 def test_a_mounted_file_system_is_known_by_its_options(
     tmp_path: Path, option: str, problem: str | None
 ) -> None:
-    script = "from pathlib import Path; import sys; from kvferry.shared.kernel_cache import cache_problem; "
+    script = (
+        "from pathlib import Path; import sys; from kvferry.shared.device.kernel_cache import cache_problem; "
+    )
     script += "print(cache_problem(Path(sys.argv[1])))"
     mount = 'mount -t tmpfs -o "$1" none "$2" && exec "$3" -c "$4" "$2"'
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", option, str(tmp_path), sys.executable, script]

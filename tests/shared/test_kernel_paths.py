@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.dense_decode import dense_decode
+from kvferry.shared.device.kernel_paths import OPS, KernelCalls, choose_kernels, kernel_paths
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.kernel_paths import OPS, KernelCalls, choose_kernels, kernel_paths
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import structlog
 import transformers.utils.logging as transformers_logging
 
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.logging import request_context, setup_logging
+from kvferry.shared.process.logging import request_context, setup_logging
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,11 @@ from kvtest.ports import free_port
 from kvtest.waiting import until
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared import metrics_server
-from kvferry.shared.certs import Certs, Role
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.metrics_server import MetricsServer, serve_metrics
-from kvferry.shared.serving import parse_address
+from kvferry.shared.process.serving import parse_address
+from kvferry.shared.telemetry import metrics_server
+from kvferry.shared.telemetry.metrics_server import MetricsServer, serve_metrics
+from kvferry.shared.trust.certs import Certs, Role
 from kvferry.tools.certs import make_certs
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"

@@ -17,9 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
-from kvferry.shared.metrics_server import serve_metrics
-from kvferry.shared.serving import (
+from kvferry.shared.process.serving import (
     announce_ready,
     check_free,
     close_within,
@@ -28,6 +26,8 @@ from kvferry.shared.serving import (
     reachable,
     wait_for_signal,
 )
+from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics
+from kvferry.shared.telemetry.metrics_server import serve_metrics
 
 
 def test_metrics_are_served_from_the_registry_given() -> None:

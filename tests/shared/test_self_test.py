@@ -22,8 +22,8 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.dense_decode import triton_kernel
 from kvferry.kernels.descriptors import ROW_FIELDS
 from kvferry.kernels.softmax import Scaling, as_softmax
-from kvferry.shared.kernel_paths import OPS, KernelQuarantine, shown_paths
-from kvferry.shared.self_test import Limits, ops_with_kernels, run_op, self_test
+from kvferry.shared.device.kernel_paths import OPS, KernelQuarantine, shown_paths
+from kvferry.shared.device.self_test import Limits, ops_with_kernels, run_op, self_test
 
 CPU = torch.device("cpu")
 SHAPE = BatchShape(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvferry.shared import self_test
+from kvferry.shared.device import self_test
 
 
 class Seen(TorchFunctionMode):

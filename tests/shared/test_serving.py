@@ -11,7 +11,7 @@ import pytest
 
 WEDGED = """
 import threading
-from kvferry.shared.serving import end_within
+from kvferry.shared.process.serving import end_within
 end_within(0.5)
 threading.Thread(target=threading.Event().wait).start()
 """
@@ -25,7 +25,7 @@ def test_a_process_with_a_stuck_thread_ends_in_time() -> None:
 
 ALLOCATING = """
 import ctypes, sys, threading
-from kvferry.shared.serving import share_free_memory
+from kvferry.shared.process.serving import share_free_memory
 if sys.argv[1] == "shared":
     share_free_memory()
 libc = ctypes.CDLL(None)

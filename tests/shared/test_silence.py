@@ -6,7 +6,7 @@ import asyncio
 
 from kvtest.clock import Clock, stop_loop_clock
 
-from kvferry.shared.silence import SilenceTimer
+from kvferry.shared.process.silence import SilenceTimer
 
 LIMIT_S = 10.0
 

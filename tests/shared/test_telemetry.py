@@ -3,7 +3,7 @@
 import pytest
 from opentelemetry import trace
 
-from kvferry.shared.telemetry import begin, carrier, context_of, setup_tracing, stage
+from kvferry.shared.telemetry.tracing import begin, carrier, context_of, setup_tracing, stage
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.shared.turns import Turns
+from kvferry.shared.process.turns import Turns
 
 
 class Log:

@@ -5,8 +5,8 @@ import torch
 from kvtest.decode import SmallModel
 
 from kvferry.kernels import dispatch, quarantine
-from kvferry.shared import warm_up
 from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.device import warm_up
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")

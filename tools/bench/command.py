@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvferry.shared.errors import KvferryError
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 from kvferry.tools.bench import plots
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.bench.load import Load, make_load, parse_mix

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from kvferry.shared.config import Settings
-from kvferry.shared.options import ACCESS, COMPRESSION, TIMEOUTS, Seconds, group
+from kvferry.shared.process.config import Settings
+from kvferry.shared.process.options import ACCESS, COMPRESSION, TIMEOUTS, Seconds, group
 
 LOAD = group("Load")
 ARRIVALS = group("Arrivals")

@@ -7,8 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import Field
 
-from kvferry.shared.config import Settings
-from kvferry.shared.options import CAPACITY, HISTORY, MODEL, group
+from kvferry.shared.process.config import Settings
+from kvferry.shared.process.options import CAPACITY, HISTORY, MODEL, group
 
 RESULTS = group("Results")
 

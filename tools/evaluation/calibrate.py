@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from kvferry.shared.command_line import option_name
 from kvferry.shared.compression.calibration import Measure, estimate_context_nll
 from kvferry.shared.compression.curves import ModelCurves, QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
@@ -28,6 +27,7 @@ from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.command_line import option_name
 from kvferry.tools.evaluation.calibration_config import (
     CalibrateConfig,
     CalibrateEpsilonConfig,

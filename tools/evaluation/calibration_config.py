@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvferry.shared.compression.calibration import Measure
-from kvferry.shared.config import LogLevel, ServiceSettings
+from kvferry.shared.process.config import LogLevel, ServiceSettings
 
 
 class CalibrateConfig(ServiceSettings):

@@ -27,12 +27,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvferry.shared.command_line import option_name
 from kvferry.shared.compression.curves import ModelCurves
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.command_line import option_name
+from kvferry.shared.process.version import VERSION
 from kvferry.tools.evaluation import plots
 from kvferry.tools.evaluation.agreement_curves import agreement_curves
 from kvferry.tools.evaluation.config import EvalConfig

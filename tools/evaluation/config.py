@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvferry.shared.config import LogLevel, PlanSettings
+from kvferry.shared.process.config import LogLevel, PlanSettings
 
 
 class EvalConfig(PlanSettings):

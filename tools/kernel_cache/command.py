@@ -15,8 +15,8 @@ import structlog
 import torch
 
 from kvferry.kernels import dispatch
+from kvferry.shared.device.kernel_cache import check_cache
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.kernel_cache import check_cache
 from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.kernel_cache.shapes import SHIPPED
 

@@ -20,10 +20,10 @@ from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.step import StepDevice, StepRunner
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena
-from kvferry.shared.kernel_paths import Role
+from kvferry.shared.device.kernel_paths import Role
+from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
+from kvferry.shared.device.warm_up import warm_prefill
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.self_test import model_shapes, ops_with_kernels
-from kvferry.shared.warm_up import warm_prefill
 from kvferry.tools.kernel_cache.launchers import build_launchers
 from kvferry.tools.kernel_cache.random_model import random_model
 from kvferry.tools.kernel_cache.shapes import SHIPPED, Shape

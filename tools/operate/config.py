@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from kvferry.shared.config import Settings
-from kvferry.shared.options import ACCESS, JSON, PROCESS
+from kvferry.shared.process.config import Settings
+from kvferry.shared.process.options import ACCESS, JSON, PROCESS
 
 URL = Field("http://127.0.0.1:8000", description="address of the router")
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvferry.shared.config import PlanSettings, Settings
-from kvferry.shared.options import COMPRESSION, JSON, MODEL, Seconds, group
+from kvferry.shared.process.config import PlanSettings, Settings
+from kvferry.shared.process.options import COMPRESSION, JSON, MODEL, Seconds, group
 
 HARDWARE = group("Hardware")
 LOAD = group("Load")

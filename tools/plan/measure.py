@@ -23,7 +23,7 @@ from kvferry.shared.costs.machine import MeasuredMachine
 from kvferry.shared.costs.model import ModelCost
 from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.errors import ConfigurationError, KvferryError
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.bench.load import make_load
 from kvferry.tools.bench.prompts import PromptMaker

@@ -35,7 +35,7 @@ from kvferry.services.router.sessions.record import session_key
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import Cancelled, InvalidRequest, KvferryError, ModelNotFound
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.silence import SilenceTimer
+from kvferry.shared.process.silence import SilenceTimer
 
 SESSION_HEADER = "X-Kvferry-Session-ID"
 """Programs have an `X-Session-ID` of their own, which several of their conversations share."""

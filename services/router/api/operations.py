@@ -15,10 +15,10 @@ from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router
 from kvferry.services.router.config import split_list
 from kvferry.services.router.http import exposition
 from kvferry.services.router.playground import page_response
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 keyed = keyed_router()

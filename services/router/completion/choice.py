@@ -22,10 +22,10 @@ from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import why_full
 from kvferry.shared.control.messages import FinishReason, HistorySource
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from kvferry.services.router.completion.prompt_tokens import PromptTokens

@@ -14,7 +14,7 @@ from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import TurnRunner
-from kvferry.shared.metrics import RouterMetrics
+from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from kvferry.services.router.completion.completion import Completion

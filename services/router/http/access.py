@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvferry.services.router.http.key_counts import KeyCounts
 from kvferry.shared.errors import CapacityExceeded, ConfigurationError
-from kvferry.shared.freeing_rate import FreeingRate
+from kvferry.shared.process.freeing_rate import FreeingRate
 
 Scope = Literal["chat", "metrics", "admin"]
 

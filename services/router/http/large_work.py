@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvferry.shared.turns import Turns
+from kvferry.shared.process.turns import Turns
 
 SMALL_BYTES = 32 << 10
 MOST_MIB, MOST_MIB_OF_ONE = 16, 8

@@ -39,7 +39,6 @@ from kvferry.services.router.http.errors import (
     error_response,
     internal_error,
 )
-from kvferry.shared.draining import Drain
 from kvferry.shared.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -52,10 +51,11 @@ from kvferry.shared.errors import (
     PermissionDenied,
     RequestTimeout,
 )
-from kvferry.shared.freeing_rate import FreeingRate
-from kvferry.shared.metrics import RouterMetrics
-from kvferry.shared.serving import parse_address
-from kvferry.shared.telemetry import context_of, entry, fail
+from kvferry.shared.process.draining import Drain
+from kvferry.shared.process.freeing_rate import FreeingRate
+from kvferry.shared.process.serving import parse_address
+from kvferry.shared.telemetry.metrics import RouterMetrics
+from kvferry.shared.telemetry.tracing import context_of, entry, fail
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")

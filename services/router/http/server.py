@@ -19,10 +19,10 @@ from fastapi import FastAPI
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.middleware import BoundedH11Protocol
-from kvferry.shared.draining import Drain
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.freeing_rate import FreeingRate
-from kvferry.shared.serving import HANDSHAKE_S, format_address, parse_address
+from kvferry.shared.process.draining import Drain
+from kvferry.shared.process.freeing_rate import FreeingRate
+from kvferry.shared.process.serving import HANDSHAKE_S, format_address, parse_address
 
 _STARTUP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 1

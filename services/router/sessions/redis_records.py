@@ -48,10 +48,10 @@ from kvferry.services.router.sessions.stored_record import (
     write_parts,
     write_whole,
 )
-from kvferry.shared.at_rest import AtRestKeys, Unreadable, open_with
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import CapacityExceeded, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink
+from kvferry.shared.trust.at_rest import AtRestKeys, Unreadable, open_with
 
 _Result = TypeVar("_Result")
 

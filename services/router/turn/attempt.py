@@ -46,8 +46,8 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.process.version import VERSION
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
-from kvferry.shared.version import VERSION
 
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""

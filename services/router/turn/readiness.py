@@ -16,9 +16,9 @@ from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.services.router.turn.turn import TurnRunner
 from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.draining import Drain
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.process.draining import Drain
 from kvferry.shared.sampling.params import SamplingParams
 
 _PROBE_PROMPT_TOKENS = 4

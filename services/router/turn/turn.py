@@ -42,7 +42,6 @@ from kvferry.shared.control.messages import (
     PrefixRequest,
     SessionKey,
 )
-from kvferry.shared.draining import REASON
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -55,9 +54,10 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.records import block_hashes
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.process.draining import REASON
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.telemetry.metrics import RouterMetrics
 
 _ABORT_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 10.0

@@ -24,7 +24,7 @@ import xxhash
 from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.serving import format_address, parse_address
+from kvferry.shared.process.serving import format_address, parse_address
 
 Role = Literal["prefill", "decode"]
 Resolve = Callable[[str], Awaitable[tuple[str, ...]]]

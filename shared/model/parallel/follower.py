@@ -26,9 +26,9 @@ import torch
 
 from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.device.kernel_paths import Role, choose_kernels
+from kvferry.shared.device.self_test import model_shapes, self_test
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.kernel_paths import Role, choose_kernels
-from kvferry.shared.logging import setup_logging
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.loading import load_model
@@ -46,7 +46,7 @@ from kvferry.shared.model.parallel.messages import (
 )
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Ranks
-from kvferry.shared.self_test import model_shapes, self_test
+from kvferry.shared.process.logging import setup_logging
 
 if TYPE_CHECKING:
     from kvferry.shared.wire.messages import TransferKey

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import KernelMode
+from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.kernel_paths import Role
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, DividingObserver, LayerStates, PrefillObserver
 from kvferry.shared.model.loading import load_model

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.shared import heartbeat
+from kvferry.shared.process import heartbeat
 
 
 class Clock:

@@ -24,11 +24,11 @@ from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
-from kvferry.shared.metrics import DecodeMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 from kvferry.tools.oracle import OneProcessGenerator

@@ -59,7 +59,7 @@ def decode() -> None:
     """Run the command of `sys.argv`."""
     from kvferry.services.decode.engine import DecodeEngine
     from kvferry.services.launcher.cli import main
-    from kvferry.shared import heartbeat, worker
+    from kvferry.shared.process import heartbeat, worker
 
     heartbeat.STALL_S = STALL_S
     is_busy = threading.Event()

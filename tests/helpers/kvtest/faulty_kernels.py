@@ -95,7 +95,7 @@ def install(op: str, kind: str, replace: Callable[[Any, str, Any], None] = setat
 
 
 def main(arguments: Sequence[str]) -> int:
-    from kvferry.shared.self_test import run_child
+    from kvferry.shared.device.self_test import run_child
 
     ops, kind, task = arguments
     for op in ops.split(","):

@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.shared.at_rest import AtRestKeys
-from kvferry.shared.config import HistoryBits
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.disk_history import DiskHistory
@@ -29,6 +27,8 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import Heads
+from kvferry.shared.process.config import HistoryBits
+from kvferry.shared.trust.at_rest import AtRestKeys
 
 LAYERS, HEADS, DIM = 3, 2, 4
 TOKEN_BYTES = 2 * LAYERS * HEADS * DIM * 4

@@ -29,13 +29,13 @@ from kvferry.shared.control.messages import (
     TokenGenerated,
     TransferDone,
 )
-from kvferry.shared.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.process.worker import ProcessTransport, RankTransport
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.wire.in_process import InProcessHub
-from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 WAIT_S = 60.0

@@ -19,8 +19,8 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel import lead
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
+from kvferry.shared.process.worker import ProcessTransport, RankTransport
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvtest.decode import Harness, serialise_prefill
 from kvtest.forked import forking
 from kvtest.processes import Process

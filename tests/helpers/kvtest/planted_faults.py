@@ -360,7 +360,7 @@ _OTHERS = (
     PlantedFault(
         name="logged-secret",
         what="A secret in a logged dictionary is hidden only if its name is in lower case.",
-        path="shared/logging.py",
+        path="shared/process/logging.py",
         old="if str(k).lower() in _SECRET_KEYS",
         new="if k in _SECRET_KEYS",
         near=("tests/shared/test_logging.py",),

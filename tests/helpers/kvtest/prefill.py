@@ -34,7 +34,6 @@ from kvferry.shared.control.messages import (
     TransferDone,
 )
 from kvferry.shared.history.store import HistoryStore
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import (
     DividingObserver,
     Division,
@@ -45,6 +44,7 @@ from kvferry.shared.model.interface import (
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import TORCH_DTYPES
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey

@@ -23,11 +23,11 @@ from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.telemetry.metrics import RouterMetrics
 from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
 from kvtest.waiting import eventually
 

@@ -24,10 +24,10 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
+from kvferry.shared.device.warm_up import PromptPass
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.warm_up import PromptPass
 from kvferry.tools.kernel_cache.compile import rehearse_worker
 from kvferry.tools.kernel_cache.random_model import random_model
 from kvferry.tools.kernel_cache.shapes import Shape

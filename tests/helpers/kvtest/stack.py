@@ -20,7 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.launcher.cli import main
-from kvferry.shared.certs import Certs
+from kvferry.shared.trust.certs import Certs
 from kvtest.forked import Forked
 
 START_TIMEOUT_S = 180.0

@@ -14,10 +14,10 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
-from kvferry.shared.certs import PEERS, BlockKeys, Role
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.trust.certs import PEERS, BlockKeys, Role
 from kvferry.shared.wire import shared_memory
 from kvferry.shared.wire.channel import (
     Channel,

@@ -7,8 +7,8 @@ import pytest
 from kvtest.decode import SmallModel
 
 from kvferry.services.decode import engine
-from kvferry.shared.device_loss import EXIT_LOST
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.process.device_loss import EXIT_LOST
 
 
 def breaking(made, error):

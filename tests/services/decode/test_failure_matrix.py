@@ -20,12 +20,12 @@ from kvtest.decode import SPEC, Harness, SmallModel, make_request, oracle_ids
 from kvtest.tiny_models import make_model
 
 from kvferry.kernels import dispatch, quarantine
-from kvferry.shared import self_test
 from kvferry.shared.control.messages import GenerateRequest, TokenGenerated
-from kvferry.shared.kernel_paths import OPS, Role
+from kvferry.shared.device import self_test
+from kvferry.shared.device.kernel_paths import OPS, Role
+from kvferry.shared.device.self_test import Limits, model_shapes
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.self_test import Limits, model_shapes
 
 RDKV = {"method": "rdkv", "tokens": 16, "overrides": {"window": 4, "rebudget_tokens": 0}}
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -10,15 +10,15 @@ from kvtest.decode import PromptCache, end_with, make_request, manifest_for, nam
 from kvtest.parallel import SETTINGS, same_or_tied, started
 
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.shared.certs import Certs
 from kvferry.shared.control.messages import GenerationFinished, TokenGenerated, TransferAccepted
 from kvferry.shared.errors import Cancelled, KvferryError, LeaseExpired, TransferFailed
+from kvferry.shared.process.worker import ProcessTransport, RankTransport
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import Received
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
-from kvferry.shared.worker import ProcessTransport, RankTransport
 from kvferry.tools.certs import make_certs
 from kvferry.tools.oracle import OneProcessGenerator
 

@@ -11,8 +11,8 @@ from kvtest.clock import Clock
 from kvtest.disturbed import FreezingCondition
 from kvtest.waiting import eventually
 
-from kvferry.shared import heartbeat
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.process import heartbeat
 
 
 def block_steps(made):

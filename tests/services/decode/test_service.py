@@ -17,7 +17,7 @@ from kvferry.shared.compression.plan import Part
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.errors import OTHER_RELEASE, KvferryError, Overloaded, WorkerUnavailable
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.version import VERSION
 
 
 @pytest.mark.parametrize("case", MIXED, ids=[str(i) for i in range(len(MIXED))])

@@ -15,7 +15,7 @@ from kvferry.services.decode import engine
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.step import MAX_STEPS, StepRunner
 from kvferry.services.decode.warm_up import SAMPLING, batch_sizes
-from kvferry.shared import warm_up
+from kvferry.shared.device import warm_up
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import OneProcessGenerator
 

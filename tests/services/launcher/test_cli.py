@@ -63,7 +63,7 @@ main()
 STOPPED_TWICE = """
 import asyncio, os, signal
 from kvferry.services.launcher import cli
-from kvferry.shared import serving
+from kvferry.shared.process import serving
 
 
 async def serve():

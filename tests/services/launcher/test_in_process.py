@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.services.launcher.config import ServeConfig
 from kvferry.services.launcher.in_process import InProcessStack
-from kvferry.shared import worker
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.process import worker
 
 
 def test_the_weights_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

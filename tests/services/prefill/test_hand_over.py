@@ -13,9 +13,9 @@ import pytest
 from kvferry.services.prefill.host_copies import HandOver
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import TransferFailed
-from kvferry.shared.heartbeat import Heartbeat
 from kvferry.shared.history import rows_ahead
 from kvferry.shared.history.turn import StagedTurn
+from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.wire.sender import OutgoingTransfer
 
 if TYPE_CHECKING:

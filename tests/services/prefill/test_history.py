@@ -11,8 +11,8 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.server import build_store
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.host_memory import available_memory_bytes
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.telemetry.metrics import PrefillMetrics
 
 SESSION = SessionKey(owner="o", session_id="s")
 

@@ -14,11 +14,11 @@ from kvtest.prefill import make_prompt
 from kvtest.waiting import eventually
 from torch import Tensor
 
-from kvferry.shared import heartbeat
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import TransferFailed, WorkerUnavailable
+from kvferry.shared.process import heartbeat
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, BlockHeader
 
 if TYPE_CHECKING:

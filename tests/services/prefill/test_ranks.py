@@ -23,15 +23,16 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
 from kvferry.shared.errors import HistoryMiss, ProtocolMismatch, TransferFailed, WorkerUnavailable
 from kvferry.shared.history.turn import StagedTurn
-from kvferry.shared.metrics import PrefillMetrics
 from kvferry.shared.model.parallel.model import ParallelModel
+from kvferry.shared.process.worker import ProcessTransport
+from kvferry.shared.telemetry.metrics import PrefillMetrics
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
 from kvferry.shared.wire.frames import part_key, peek_key
 from kvferry.shared.wire.in_process import InProcessHub
@@ -39,7 +40,6 @@ from kvferry.shared.wire.messages import TransferKey
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqListeningChannel
-from kvferry.shared.worker import ProcessTransport
 from kvferry.tools.certs import make_certs
 
 PROMPT = tuple(i * 7 % 50 for i in range(300))

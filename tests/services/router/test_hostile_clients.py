@@ -31,9 +31,9 @@ from kvferry.services.router.http import body as body_module
 from kvferry.services.router.http import large_work, middleware
 from kvferry.services.router.http import server as server_module
 from kvferry.services.router.http.body import MAX_VALUES, check_size
-from kvferry.shared.certs import tls_name
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.tokenizer import ChatTokenizer
+from kvferry.shared.trust.certs import tls_name
 from kvferry.tools.certs import make_certs
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}

@@ -19,12 +19,12 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.router.app import Timing
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.errors import WorkerUnavailable
-from kvferry.shared.metrics import RouterMetrics
-from kvferry.shared.metrics_server import serve_metrics
 from kvferry.shared.model.spec import LayerSpec
+from kvferry.shared.telemetry.metrics import RouterMetrics
+from kvferry.shared.telemetry.metrics_server import serve_metrics
+from kvferry.shared.trust.certs import Certs
 from kvferry.tools.certs import make_certs
 
 BODY: dict[str, Any] = {

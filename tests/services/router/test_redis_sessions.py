@@ -19,7 +19,6 @@ from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.sessions.stored_record import write_whole
-from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
@@ -30,6 +29,7 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.chat_template import ChatMessage
+from kvferry.shared.trust.at_rest import AtRestKeys
 
 KEY = SessionKey(owner="0a1b", session_id="s")
 RECORD = SessionRecord(

@@ -18,8 +18,8 @@ from kvferry.services.router.turn.worker_pool import NUM_NEAR, WorkerPool
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
 from kvferry.shared.errors import DeadlineExceeded, WorkerUnavailable
-from kvferry.shared.metrics import RouterMetrics
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.telemetry.metrics import RouterMetrics
 
 PROMPT = (100, 101, 102)
 NUM_TOKENS = 6

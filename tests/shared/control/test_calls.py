@@ -13,7 +13,6 @@ import kvtest.control as kit
 import pytest
 
 from kvferry.proto import control_pb2, control_pb2_grpc
-from kvferry.shared.certs import Certs
 from kvferry.shared.control import server as server_module
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import (
@@ -31,8 +30,9 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.control.server import ControlServer, serve_control
 from kvferry.shared.errors import WorkerUnavailable
+from kvferry.shared.process.version import VERSION
 from kvferry.shared.sampling.params import SamplingParams
-from kvferry.shared.version import VERSION
+from kvferry.shared.trust.certs import Certs
 from kvferry.tools.certs import make_certs
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kvtest.history import rows
 
-from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.trust.at_rest import AtRestKeys
 
 if TYPE_CHECKING:
     from kvtest.history import Worker

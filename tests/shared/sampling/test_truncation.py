@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.decoder_ops import triton_kernel
+from kvferry.shared.device.self_test import run_op
 from kvferry.shared.sampling import truncation
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import Flavour, draw, numbers_of
-from kvferry.shared.self_test import run_op
 
 CPU = torch.device("cpu")
 

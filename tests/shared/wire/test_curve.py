@@ -14,8 +14,8 @@ from kvtest.proxy import CuttingProxy
 from kvtest.waiting import until
 from kvtest.wire import RecordingSink
 
-from kvferry.shared.certs import BlockKeys
 from kvferry.shared.errors import TransferFailed
+from kvferry.shared.trust.certs import BlockKeys
 from kvferry.shared.wire import zmq as module
 from kvferry.shared.wire.channel import Received, SendResult
 from kvferry.shared.wire.messages import MAX_PAYLOAD_BYTES

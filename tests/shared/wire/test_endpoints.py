@@ -11,7 +11,7 @@ import pytest
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import ConfigurationError, TransferFailed
-from kvferry.shared.serving import parse_address
+from kvferry.shared.process.serving import parse_address
 from kvferry.shared.wire import zmq
 from kvferry.shared.wire.channel import Channel, ListeningChannel
 from kvferry.shared.wire.in_process import InProcessHub

@@ -22,7 +22,7 @@ from kvferry.shared.wire.zmq import ZmqListeningChannel
 SENDER = """
 import hashlib, sys, time, torch
 from kvferry.shared.control.messages import Ticket
-from kvferry.shared.logging import setup_logging
+from kvferry.shared.process.logging import setup_logging
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel

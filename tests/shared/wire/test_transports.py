@@ -15,10 +15,10 @@ from kvtest.wire import RecordingSink
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.shared.certs import Certs
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.process.worker import ProcessTransport
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.transports import make_transport
-from kvferry.shared.worker import ProcessTransport
 from kvferry.tools.certs import make_certs
 
 PAGE = Path(__file__).parents[3] / "docs" / "writing-a-transport.md"

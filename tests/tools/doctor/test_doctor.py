@@ -15,7 +15,7 @@ from kvtest.command import kvferry
 from kvtest.redis_server import RedisServer
 
 from kvferry.kernels import dispatch, quarantine
-from kvferry.shared import cuda_driver
+from kvferry.shared.device import cuda_driver
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.doctor import kernels, links, machine, model
 from kvferry.tools.doctor.report import Finding, as_json, as_table, guarded, is_well
@@ -85,7 +85,7 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     dispatch.configure("triton", CPU)
     described = model.describe("demo", CPU, "auto")
     # in this process, where the fault is
-    monkeypatch.setattr("kvferry.shared.self_test.COMMAND", ("false",))
+    monkeypatch.setattr("kvferry.shared.device.self_test.COMMAND", ("false",))
     monkeypatch.setattr(
         kernels, "self_test", lambda role, shape: self_test_here(role, described.shape, "window_scores")
     )
@@ -102,7 +102,7 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def self_test_here(role: str, shape: Any, op: str) -> list[Any]:
-    from kvferry.shared.self_test import run_op
+    from kvferry.shared.device.self_test import run_op
 
     return [run_op(op, shape)] if role == "prefill" else []
 

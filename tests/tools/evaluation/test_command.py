@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.services.launcher import cli
-from kvferry.shared.command_line import option_name
+from kvferry.shared.process.command_line import option_name
 from kvferry.tools.evaluation import jobs
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 from kvferry.tools.recall.tasks import TASKS

@@ -26,7 +26,6 @@ from kvferry.services.router.sessions.stored_record import (
     write_parts,
     write_whole,
 )
-from kvferry.shared.at_rest import AtRestKeys
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, StoreUnavailable
 from kvferry.shared.history import stored_format
@@ -36,6 +35,7 @@ from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import Heads, ModelSpec
+from kvferry.shared.trust.at_rest import AtRestKeys
 from kvtest.fuzz.mutate import spoilt_bytes, spoilt_tree
 from kvtest.fuzz.run import Case, Target
 from kvtest.fuzz.targets import spoilt_record

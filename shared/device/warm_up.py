@@ -27,9 +27,9 @@ from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.whole_prompt import compress_prompt
-from kvferry.shared.kernel_paths import Role
+from kvferry.shared.device.kernel_paths import Role
+from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.self_test import model_shapes, ops_with_kernels
 
 _log = structlog.get_logger(__name__)
 

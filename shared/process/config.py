@@ -12,8 +12,17 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvferry.shared.options import ACCESS, CAPACITY, COMPRESSION, HISTORY, MODEL, NETWORK, PROCESS, Seconds
-from kvferry.shared.serving import is_loopback, parse_address
+from kvferry.shared.process.options import (
+    ACCESS,
+    CAPACITY,
+    COMPRESSION,
+    HISTORY,
+    MODEL,
+    NETWORK,
+    PROCESS,
+    Seconds,
+)
+from kvferry.shared.process.serving import is_loopback, parse_address
 
 ENV_PREFIX = "KVFERRY_"
 

@@ -29,7 +29,7 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.cases import op_checks
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import Reason, is_lost, quarantine, reason_of
-from kvferry.shared.kernel_paths import OPS, Role
+from kvferry.shared.device.kernel_paths import OPS, Role
 from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec
 
 _log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ COMPILE_S = 300.0
 """How long a case may take to compile; in Triton's interpreter it also runs in this time."""
 RUN_S = 5.0
 """How long a launched case may take."""
-COMMAND = (sys.executable, "-P", "-m", "kvferry.shared.self_test")
+COMMAND = (sys.executable, "-P", "-m", "kvferry.shared.device.self_test")
 
 
 @dataclass(frozen=True, kw_only=True)

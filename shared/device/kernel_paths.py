@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from kvferry.kernels import dispatch
 from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
 from kvferry.kernels.quarantine import Quarantined, on_quarantine, quarantined
+from kvferry.shared.device.kernel_cache import cache_folder, check_cache
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.kernel_cache import cache_folder, check_cache
 
 _log = structlog.get_logger(__name__)
 

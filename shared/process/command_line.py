@@ -20,9 +20,9 @@ from cyclopts import UNSET, App, CycloptsError, Parameter, Token
 from pydantic import SkipValidation, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvferry.shared.config import ENV_PREFIX, Settings
 from kvferry.shared.errors import ConfigurationError, KvferryError
-from kvferry.shared.version import VERSION
+from kvferry.shared.process.config import ENV_PREFIX, Settings
+from kvferry.shared.process.version import VERSION
 
 S = TypeVar("S", bound=Settings)
 

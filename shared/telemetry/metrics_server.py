@@ -20,9 +20,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from kvferry.shared.certs import METRICS_READERS, Certs, tls_name
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.serving import HANDSHAKE_S, format_address, parse_address
+from kvferry.shared.process.serving import HANDSHAKE_S, format_address, parse_address
+from kvferry.shared.trust.certs import METRICS_READERS, Certs, tls_name
 
 logger = structlog.get_logger(__name__)
 

@@ -17,24 +17,24 @@ from typing import Any, Protocol, TypeVar
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvferry.shared.certs import Certs
 from kvferry.shared.compression.rdkv.epsilon import install_tables
-from kvferry.shared.config import WorkerSettings
 from kvferry.shared.control.server import serve_control
-from kvferry.shared.cuda_driver import check_device
-from kvferry.shared.device_loss import end_process
-from kvferry.shared.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
-from kvferry.shared.logging import setup_logging
-from kvferry.shared.metrics import certificate_expiry
-from kvferry.shared.metrics_server import serve_metrics
+from kvferry.shared.device.cuda_driver import check_device
+from kvferry.shared.device.kernel_paths import KernelCalls, KernelQuarantine, Role, choose_kernels
+from kvferry.shared.device.self_test import model_shapes, self_test
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
-from kvferry.shared.self_test import model_shapes, self_test
-from kvferry.shared.serving import close_within, end_within, serve_until_signal, share_free_memory
-from kvferry.shared.telemetry import setup_tracing
+from kvferry.shared.process.config import WorkerSettings
+from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.logging import setup_logging
+from kvferry.shared.process.serving import close_within, end_within, serve_until_signal, share_free_memory
+from kvferry.shared.telemetry.metrics import certificate_expiry
+from kvferry.shared.telemetry.metrics_server import serve_metrics
+from kvferry.shared.telemetry.tracing import setup_tracing
+from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
