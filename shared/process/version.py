@@ -13,7 +13,7 @@ def _version() -> str:
         return metadata.version("kvferry")
     except metadata.PackageNotFoundError:
         # below src/kvferry, which has links to the packages
-        text = Path(__file__).parents[3].joinpath("pyproject.toml").read_text(encoding="utf-8")
+        text = Path(__file__).parents[4].joinpath("pyproject.toml").read_text(encoding="utf-8")
         found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
         assert found is not None, "pyproject.toml has no version"
         return found[1]
