@@ -18,13 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.parts import PromptTransfer
-from kvferry.shared.cache.delta import NEW_ROWS, ShippedRows, delta_tensors, layer_positions
-from kvferry.shared.compression.formats.interface import Encoded, LayerFormat
-from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.heartbeat import Heartbeat
-from kvferry.shared.telemetry.tracing import stage
-from kvferry.shared.wire.messages import NamedTensor
 
 _OPERATIONS_AHEAD = 8
 
@@ -207,49 +201,3 @@ def _run(work: Sequence[Callable[[], None]]) -> None:
     with torch.inference_mode():
         for its in work:
             its()
-
-
-class LayerShipper:
-    """Ships the layers of one prompt, of the heads that the formats have.
-
-    Args: clock: seconds, on the thread that sends.
-
-    Attributes: rows: what was shipped; sending_s: seconds that sending took.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
-    ) -> None:
-        self.rows = rows
-        self.sending_s = 0.0
-        self._clock = clock
-        self._spec = spec
-        self._copies = copies
-
-    def begin(
-        self, transfer: PromptTransfer, fmt: LayerFormat, layer: int, encoded: Encoded
-    ) -> Callable[[], None]:
-        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread."""
-        if (retained := transfer.retained) is not None:
-            tensors = encoded.finish(encoded.tensors)
-            num_rows = tensors["keys"][:, :, 0].numel()
-            tensors = delta_tensors(tensors, layer, retained)
-            num_saved = num_rows - int(tensors[NEW_ROWS].sum())
-            self.rows.saved_bytes += len(self._spec.row_names) * self._spec.row_bytes(layer) * num_saved
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-        kinds = {NEW_ROWS: "index", **fmt.kinds}
-        arrived = self._copies.start(encoded.tensors)
-
-        def send() -> None:
-            begin_s = self._clock()
-            with stage("ship", layer=layer):
-                copied = encoded.finish(arrived())
-                if self.rows.kept_map is not None:
-                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
-                if fmt.is_plain:
-                    self.rows.positions[layer] = layer_positions(copied)
-                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
-                transfer.send_layer(layer, named)
-            self.sending_s += self._clock() - begin_s
-
-        return send

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies, LayerShipper
+from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
-from kvferry.shared.cache.delta import ShippedRows
+from kvferry.shared.cache.delta import NEW_ROWS, ShippedRows, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import encode_layer, make_formats
@@ -32,8 +32,10 @@ from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.telemetry.tracing import stage
+from kvferry.shared.wire.messages import NamedTensor
 
 _EMPTY = Encoded(tensors=())
 """A layer of which nothing is shipped."""
@@ -47,6 +49,52 @@ class PassTimes:
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
+
+
+class LayerShipper:
+    """Ships the layers of one prompt, of the heads that the formats have.
+
+    Args: clock: seconds, on the thread that sends.
+
+    Attributes: rows: what was shipped; sending_s: seconds that sending took.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
+    ) -> None:
+        self.rows = rows
+        self.sending_s = 0.0
+        self._clock = clock
+        self._spec = spec
+        self._copies = copies
+
+    def begin(
+        self, transfer: PromptTransfer, fmt: LayerFormat, layer: int, encoded: Encoded
+    ) -> Callable[[], None]:
+        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread."""
+        if (retained := transfer.retained) is not None:
+            tensors = encoded.finish(encoded.tensors)
+            num_rows = tensors["keys"][:, :, 0].numel()
+            tensors = delta_tensors(tensors, layer, retained)
+            num_saved = num_rows - int(tensors[NEW_ROWS].sum())
+            self.rows.saved_bytes += len(self._spec.row_names) * self._spec.row_bytes(layer) * num_saved
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+        kinds = {NEW_ROWS: "index", **fmt.kinds}
+        arrived = self._copies.start(encoded.tensors)
+
+        def send() -> None:
+            begin_s = self._clock()
+            with stage("ship", layer=layer):
+                copied = encoded.finish(arrived())
+                if self.rows.kept_map is not None:
+                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
+                if fmt.is_plain:
+                    self.rows.positions[layer] = layer_positions(copied)
+                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
+                transfer.send_layer(layer, named)
+            self.sending_s += self._clock() - begin_s
+
+        return send
 
 
 class PromptPass:

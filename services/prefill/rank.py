@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection
 import structlog
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.services.prefill.host_copies import HandOver, HostCopies, LayerShipper, host_copies
+from kvferry.services.prefill.host_copies import HandOver, HostCopies, host_copies
 from kvferry.services.prefill.parts import PromptTransfer
+from kvferry.services.prefill.prompt_pass import LayerShipper
 from kvferry.services.prefill.schedule import MAX_STARTED
 from kvferry.shared.cache.delta import RetainedChain, ShippedRows
 from kvferry.shared.compression.formats import make_formats

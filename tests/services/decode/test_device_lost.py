@@ -50,7 +50,7 @@ async def test_another_failure_of_a_step_ends_no_worker(harness, request_of):
 
 def test_the_process_ends_with_a_code_of_its_own():
     script = (
-        "import time; from kvferry.shared import device_loss; device_loss.GRACE_S = 0.1;"
+        "import time; from kvferry.shared.process import device_loss; device_loss.GRACE_S = 0.1;"
         "device_loss.end_process(RuntimeError('CUDA error')); time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], timeout=100, check=False, capture_output=True)
