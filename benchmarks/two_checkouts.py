@@ -30,25 +30,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("full", "rocketkv", "rdkv")
 TRANSPORTS = ("tcp", "ipc", "shm")
-WORDS = [
-    "the",
-    "old",
-    "sailor",
-    "painted",
-    "the",
-    "quiet",
-    "bridge",
-    ".",
-    "a",
-    "small",
-    "green",
-    "bird",
-    "sang",
-    "over",
-    "the",
-    "river",
-    ".",
-]
+WORDS = ("the", "old", "sailor", "painted", "quiet", "bridge", "a", "small", "green", "bird", "sang", "over")
 PROMPT_WORDS, ANSWER_TOKENS, START_S = 1500, 24, 120.0
 
 Figures = dict[str, list[float]]
