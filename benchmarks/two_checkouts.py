@@ -2,10 +2,11 @@
 
     python benchmarks/two_checkouts.py BEFORE [--rounds 5] [--requests 30] [--output FILE.json]
 
-BEFORE is the folder of another checkout; the other one is this repository. Each round runs `wire.py` and
-`cpu_decode.py` of both, and of BEFORE once more. Then both serve the demo model, and prompts of one length are
-asked of both, and of BEFORE again. Prints this checkout's median over the other's, and that of BEFORE's
-second runs over its first: what the machine alone makes of the same code. Both use this interpreter's packages.
+BEFORE is the folder of another checkout; the other one is this repository. Each round runs `wire.py`
+and `cpu_decode.py` of both, and of BEFORE once more. Then both serve the demo model, and prompts of one
+length are asked of both, and of BEFORE again. Prints this checkout's median over the other's, and that
+of BEFORE's second runs over its first: what the machine alone makes of the same code. Both use this
+interpreter's packages.
 """
 
 from __future__ import annotations
