@@ -95,6 +95,21 @@ class CapturedPrompt:
         )
         return CapturedPrompt(token_ids=self.token_ids[:num_tokens], layers=layers, logits=None)
 
+    def joined(self, earlier: CapturedPrompt) -> CapturedPrompt:
+        """Return this capture with the queries of all tokens, as one pass has them.
+
+        Args: earlier: what this pass continued; a whole pass itself.
+        """
+        layers = tuple(
+            replace(
+                inputs,
+                queries=torch.cat([first.queries[:, :, : len(self.token_ids) - new], inputs.queries], 2),
+            )
+            for first, inputs in zip(earlier.layers, self.layers, strict=True)
+            if (new := inputs.queries.shape[2])
+        )
+        return replace(self, layers=layers)
+
 
 def _layer_inputs(
     model: LanguageModel, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float

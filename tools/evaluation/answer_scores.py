@@ -29,7 +29,7 @@ class Reference:
 
     Attributes:
         score: a name of `SCORES`.
-        texts: right answers; with "contains_all" the parts of the one right answer.
+        texts: right answers; with "contains_all" and "facts" the parts of the one right answer.
         classes: with "classification" all labels.
         first_line: whether only the answer's first line counts.
     """
@@ -46,7 +46,7 @@ class Reference:
     @property
     def right(self) -> tuple[str, ...]:
         """Whole right answers, for exact match."""
-        return (", ".join(self.texts),) if self.score == "contains_all" else self.texts
+        return (", ".join(self.texts),) if self.score in ("contains_all", "facts") else self.texts
 
     def __call__(self, answer: str) -> float:
         """The answer's score, 0 to 1."""
@@ -63,6 +63,23 @@ def _contains_all(answer: str, reference: Reference) -> float:
 def _contains_any(answer: str, reference: Reference) -> float:
     """RULER's string_match_part."""
     return float(any(text.lower() in answer.lower() for text in reference.texts))
+
+
+def _fact(answer: str, reference: Reference) -> float:
+    """Whether the answer has all words of a right one after one another; articles do not count."""
+    words = _content_words(answer)
+    return float(any(_occurs(_content_words(text), words) for text in reference.texts))
+
+
+def _facts(answer: str, reference: Reference) -> float:
+    """The share of facts that the answer has."""
+    words = _content_words(answer)
+    return sum(_occurs(_content_words(text), words) for text in reference.texts) / len(reference.texts)
+
+
+def _occurs(part: Sequence[str], words: Sequence[str]) -> bool:
+    starts = range(len(words) - len(part) + 1)
+    return bool(part) and any(words[i : i + len(part)] == part for i in starts)
 
 
 def _classification(answer: str, reference: Reference) -> float:
@@ -115,6 +132,8 @@ def _edit_similarity(answer: str, reference: Reference) -> float:
 SCORES: dict[str, Callable[[str, Reference], float]] = {
     "contains_all": _contains_all,
     "contains_any": _contains_any,
+    "fact": _fact,
+    "facts": _facts,
     "classification": _classification,
     "retrieval": _retrieval,
     "f1": _f1,

@@ -138,9 +138,11 @@ def _values(
     answer = sample.answer
     if measure == "agreement":
         (answer,) = greedy(pending[:1], eos_token_ids=eos_token_ids, max_new_tokens=longest)
-    nlls, likeliest = forced(pending, [answer] * len(pending))
+    found = forced(pending, [answer] * len(pending))
+    if measure == "nll":
+        return [fmean(each.nlls) for each in found]
     # Greedy decoding gives an answer if each of its tokens is the likeliest after those before it.
-    return nlls if measure == "nll" else [float(tokens == answer) for tokens in likeliest]
+    return [float(tuple(each.likeliest) == answer) for each in found]
 
 
 def _summary(method: str, curve: QualityCurve, nll: float) -> str:

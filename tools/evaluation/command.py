@@ -39,6 +39,7 @@ from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.experiment import Experiment, describe_task, read_experiment
 from kvferry.tools.evaluation.fitting import save_curves
 from kvferry.tools.evaluation.jobs import WorkerOptions, run_jobs
+from kvferry.tools.evaluation.losses import Loss, losses, losses_markdown
 from kvferry.tools.evaluation.provenance import commit, fingerprints, hardware
 from kvferry.tools.evaluation.recommendation import Recommendation, describe, recommend
 from kvferry.tools.evaluation.records import Key, Record, RecordFile
@@ -84,7 +85,8 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
     cells = summarise(experiment, spec.fingerprint, file.records)
     commits = sorted({record.commit for record in file.records.values()})
     found = recommend(experiment, spec.fingerprint, file.records, max_loss=config.max_loss / 100)
-    for path in _write(out, cells, found, config, experiment, spec, commits):
+    lost = losses(experiment, spec.fingerprint, file.records)
+    for path in _write(out, cells, found, lost, config, experiment, spec, commits):
         console.print(str(path), markup=False, soft_wrap=True)
     if curves := agreement_curves(experiment, spec.fingerprint, file.records):
         found_curves = ModelCurves(
@@ -167,6 +169,7 @@ def _write(
     out: Path,
     cells: Sequence[Cell],
     found: Sequence[Recommendation],
+    lost: Sequence[Loss],
     config: EvalConfig,
     experiment: Experiment,
     spec: ModelSpec,
@@ -176,6 +179,7 @@ def _write(
         **_provenance(config, experiment, spec),
         "commits": list(commits),
         "cells": [asdict(cell) for cell in cells],
+        "losses": [asdict(loss) for loss in lost],
         "max_loss": config.max_loss,
         "recommendations": [asdict(recommendation) for recommendation in found],
     }
@@ -188,7 +192,8 @@ def _write(
         f"{experiment.kv_dtype}; earlier turns contain {_ANSWERS[experiment.answers]}.",
     ]
     tables = markdown(cells, title=f"Recall under KV compression: {result['model']}", notes=notes)
-    paths[1].write_text(f"{tables}\n{_advice(cells, found, config)}", encoding="utf-8")
+    sections = [tables, *losses_markdown(lost), _advice(cells, found, config)]
+    paths[1].write_text("\n\n".join(section.rstrip("\n") for section in sections) + "\n", encoding="utf-8")
     return paths + (plots.draw(cells, out, match=experiment.match) if config.plots else [])
 
 

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from kvferry.shared.process.config import LogLevel, PlanSettings
 
+DEFAULT_TASKS = "single_needle,multi_key_8"
+
 
 class EvalConfig(PlanSettings):
     """Each list is comma-separated."""
@@ -39,11 +41,12 @@ class EvalConfig(PlanSettings):
         description="dtype in which the bytes of K and V rows are counted; auto is the checkpoint's own, "
         "whatever --dtype is",
     )
-    tasks: str = Field("single_needle,multi_key_8", description="tasks, or all")
+    tasks: str = Field(DEFAULT_TASKS, description="tasks, or all; of --data all by default")
     data: str = Field(
         "",
-        description="questions in place of the tasks: a file with a JSON object on each line, of context, "
-        "question and answers (a list of right ones), or a record of RULER, LongBench or SCBench",
+        description="questions in place of the generated ones: a file with a JSON object on each line, of "
+        "context, question and answers (a list of right ones), or a record of RULER, LongBench or SCBench; "
+        "or a folder of documents and questions, such as benchmarks/real, which is cut to --lengths",
     )
     batch: int = Field(1, ge=1, description="prompts that are answered together")
     lengths: str = Field(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -19,8 +19,10 @@ from kvferry.shared.compression.resolve import check_plan
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.loading import checkpoint_dtype
 from kvferry.shared.model.spec import DTypeName
+from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.budgets import Match, Target, parse_target
-from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.evaluation.collection import COLLECTION_TASKS, is_collection, read_collection
+from kvferry.tools.evaluation.config import DEFAULT_TASKS, EvalConfig
 from kvferry.tools.evaluation.data import read_data
 from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS, Example
 
@@ -67,10 +69,10 @@ def _without_defaults(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     given = {}
-    for field in fields(value):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if (here := getattr(value, field.name)) != default:
-            given[field.name] = _without_defaults(here)
+    for each in fields(value):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if (here := getattr(value, each.name)) != default:
+            given[each.name] = _without_defaults(here)
     return given
 
 
@@ -94,8 +96,8 @@ class Experiment:
         lengths: prompt lengths, each with its number of examples.
         answers: what earlier turns of a conversation contain.
         gap: positions skipped before the last question.
-        data: a file's examples, in place of the tasks'. The one task is then named after their file, and
-            its length is OWN_LENGTH, whatever the prompts' own.
+        data: in place of generated examples, those of `--data` by task and length. A file's one task is
+            named after it, and its length is OWN_LENGTH, whatever the prompts' own.
     """
 
     contenders: tuple[Contender, ...]
@@ -111,40 +113,55 @@ class Experiment:
     held_out: bool
     gap: int
     max_new_tokens: int
-    data: tuple[Example, ...] = ()
+    data: Mapping[tuple[str, int], tuple[Example, ...]] = field(default_factory=dict)
 
     def example(self, unit: Unit) -> Example:
-        """The unit's conversation; of `data`, a unit's seed is the line's number."""
+        """Return the unit's conversation; of `data`, a unit's seed is the example's number."""
         if self.data:
-            return self.data[unit.seed]
+            return self.data[unit.task, unit.num_tokens][unit.seed]
         return TASKS[unit.task].example(
             num_tokens=unit.num_tokens, seed=unit.seed, held_out=unit.held_out, depth=unit.depth
         )
 
     @cached_property
-    def data_digests(self) -> tuple[str, ...]:
+    def data_digests(self) -> Mapping[tuple[str, int], tuple[str, ...]]:
         """Of each example of `data`."""
-        return tuple(example_digest(example) for example in self.data)
+        return {cell: tuple(map(example_digest, examples)) for cell, examples in self.data.items()}
 
-    def seeds(self, num_tokens: int) -> range:
-        """The seeds of a length's examples."""
-        return range(self.first_seed, self.first_seed + self.lengths[num_tokens])
+    @property
+    def shares_documents(self) -> bool:
+        """Whether examples that follow one another may be about one document, which is then run once."""
+        return OWN_LENGTH not in self.lengths and bool(self.data)
+
+    def seeds(self, task: str, num_tokens: int) -> range:
+        """Return the seeds of a cell's examples."""
+        number = self.lengths[num_tokens]
+        if self.data:
+            found = len(self.data.get((task, num_tokens), ()))
+            number = min(found, number or found)
+        return range(self.first_seed, self.first_seed + number)
 
     def units(self) -> Iterator[Unit]:
-        """All examples, the first seed of every cell first, so that all cells fill at the same rate."""
-        for seed in range(self.first_seed, self.first_seed + max(self.lengths.values())):
-            for task in self.tasks:
-                for num_tokens in self.lengths:
-                    if seed not in self.seeds(num_tokens):
-                        continue
-                    for depth in self.depths:
-                        yield Unit(
-                            task=task, num_tokens=num_tokens, depth=depth, held_out=self.held_out, seed=seed
-                        )
+        """Yield all examples: the first seed of every cell first, so that all cells fill at the same rate.
+
+        Examples about one document follow one another where documents are shared.
+        """
+        cells = [(task, num_tokens) for num_tokens in self.lengths for task in self.tasks]
+        found = [(cell, seed) for cell in cells for seed in self.seeds(*cell)]
+        if self.shares_documents:
+            documents = [self.data[cell][seed].document for cell, seed in found]
+            places = {document: place for place, document in enumerate(dict.fromkeys(documents))}
+            found.sort(key=lambda unit: places[self.data[unit[0]][unit[1]].document])
+        else:
+            found.sort(key=lambda unit: unit[1])
+        for (task, num_tokens), seed in found:
+            for depth in self.depths:
+                yield Unit(task=task, num_tokens=num_tokens, depth=depth, held_out=self.held_out, seed=seed)
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
         """The settings to measure; with a single question "once" equals "aware"."""
-        examples = self.data or (TASKS[task].example(num_tokens=min(self.lengths), seed=0),)
+        examples = [example for (name, _), cell in self.data.items() if name == task for example in cell]
+        examples = examples or [TASKS[task].example(num_tokens=min(self.lengths), seed=0)]
         is_single = all(len(example.messages) == 1 for example in examples)
         if is_single and "aware" in self.settings:
             return tuple(s for s in self.settings if s != "once")
@@ -157,8 +174,8 @@ def example_digest(example: Example) -> str:
 
 
 def describe_task(name: str) -> str:
-    """A task's name in tables; of a user's own questions it is their file's."""
-    return TASKS[name].description if name in TASKS else name
+    """Return a task's name in tables; of a user's own questions it is their file's."""
+    return TASKS[name].description if name in TASKS else COLLECTION_TASKS.get(name, name)
 
 
 def describe_length(num_tokens: int) -> str:
@@ -179,14 +196,28 @@ def read_experiment(config: EvalConfig) -> Experiment:
         raise ConfigurationError(f"--gap is {config.gap}; it takes --methods full, not {config.methods}")
     if config.gap and config.batch > 1:
         raise ConfigurationError(f"--batch is {config.batch}; with --gap it must be 1")
-    data = read_data(Path(config.data)) if config.data else ()
-    lengths = dict(read_list("--lengths", config.lengths, lambda text: _length(text, config.examples)))
+    path = Path(config.data) if config.data else None
+    is_folder = path is not None and is_collection(path)
+    number = 0 if is_folder else config.examples
+    lengths = dict(read_list("--lengths", config.lengths, lambda text: _length(text, number)))
+    data: Mapping[tuple[str, int], tuple[Example, ...]] = {}
+    names = tuple(TASKS)
+    if path is not None and is_folder:
+        tokenizer = ChatTokenizer.load(config.model)
+        data = read_collection(
+            path, lengths=tuple(lengths), count_tokens=lambda text: len(tokenizer.encode(text))
+        )
+        names = tuple(dict.fromkeys(task for task, _ in data))
+    elif path is not None:
+        own = read_data(path)
+        data, lengths, names = {(path.name, OWN_LENGTH): own}, {OWN_LENGTH: len(own)}, (path.name,)
+    wanted = "all" if path is not None and config.tasks == DEFAULT_TASKS else config.tasks
     return Experiment(
         contenders=contenders,
         match=config.match,
         kv_dtype=checkpoint_dtype(config.model) if config.kv_dtype == "auto" else config.kv_dtype,
-        tasks=(Path(config.data).name,) if data else _chosen("--tasks", config.tasks, tuple(TASKS)),
-        lengths={OWN_LENGTH: len(data)} if data else lengths,
+        tasks=_chosen("--tasks", wanted, names),
+        lengths=lengths,
         depths=tuple(read_list("--depths", config.depths, _depth)) if config.depths and not data else (None,),
         settings=cast(tuple[Setting, ...], _chosen("--settings", config.settings, SETTINGS)),
         first_token=config.first_token,

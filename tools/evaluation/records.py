@@ -75,7 +75,7 @@ _task_digests: dict[Unit, str] = {}
 
 def _example_digest(experiment: Experiment, unit: Unit) -> str:
     if experiment.data:
-        return experiment.data_digests[unit.seed]
+        return experiment.data_digests[unit.task, unit.num_tokens][unit.seed]
     if unit not in _task_digests:
         _task_digests[unit] = example_digest(experiment.example(unit))
     return _task_digests[unit]
@@ -94,6 +94,8 @@ class TurnScore:
         scores: by name, those of the data's own format, each 0 to 1.
         num_same: tokens of the full cache's greedy answer before the first that differs here, all of them if
             none does; None in records that were made before this was recorded.
+        kl: of each of those tokens, in nats, the divergence of the distribution here from the full cache's,
+            D(full || here); empty in records that were made before this was recorded.
     """
 
     exact: bool
@@ -103,6 +105,7 @@ class TurnScore:
     text: str
     scores: Mapping[str, float] = field(default_factory=dict)
     num_same: int | None = None
+    kl: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,5 +176,5 @@ class RecordFile:
 def _record(line: dict[str, Any]) -> Record:
     if line.pop("format") != FORMAT:
         raise ValueError("format")
-    turns = tuple(TurnScore(**turn) for turn in line.pop("turns"))
+    turns = tuple(TurnScore(**{**turn, "kl": tuple(turn.get("kl", ()))}) for turn in line.pop("turns"))
     return Record(key=Key(**line.pop("key")), turns=turns, **line)

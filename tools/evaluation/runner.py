@@ -21,9 +21,9 @@ from kvferry.tools.evaluation.compressor import Compressor, Sizes
 from kvferry.tools.evaluation.conversation import Conversation, tokenize
 from kvferry.tools.evaluation.experiment import FULL, Contender, Experiment, Setting, Unit
 from kvferry.tools.evaluation.records import Key, Record, TurnScore
-from kvferry.tools.evaluation.scoring import AnswerScorer
+from kvferry.tools.evaluation.scoring import AnswerScorer, FullAnswer
 from kvferry.tools.evaluation.settings import Captures, TurnSetting, make_setting
-from kvferry.tools.oracle import Continuation, OneProcessGenerator
+from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 
 Work = tuple[Setting, Contender]
 Job = tuple[Unit, tuple[Work, ...]]
@@ -34,7 +34,7 @@ class _Run:
     """One example in one setting.
 
     Attributes:
-        full_tokens: the full cache's answer to each turn.
+        full_answers: the full cache's to each turn.
         scores, last, answers: of each contender, as far as it has been asked.
     """
 
@@ -43,7 +43,7 @@ class _Run:
     contenders: Sequence[Contender]
     conversation: Conversation
     setting_turns: TurnSetting
-    full_tokens: Sequence[tuple[int, ...]]
+    full_answers: Sequence[FullAnswer]
 
     def __post_init__(self) -> None:
         number = len(self.contenders)
@@ -61,6 +61,7 @@ class UnitRunner:
         self._experiment = experiment
         self._generator = OneProcessGenerator(model)
         self._compressor = Compressor(model, self._generator, experiment)
+        self._shared: CapturedPrompt | None = None
         self._scorer = AnswerScorer(
             tokenizer, eos_token_ids=model.spec.eos_token_ids, max_new_tokens=experiment.max_new_tokens
         )
@@ -75,18 +76,18 @@ class UnitRunner:
         # the model skips positions of one prompt at a time
         assert len(jobs) == 1 or not self._experiment.gap, len(jobs)
         self._model.skip_positions(conversations[0].num_before_last_question, self._experiment.gap)
-        captures = [Captures(self._generator) for _ in jobs]
-        full_tokens = self._full_tokens(conversations, captures)
+        captures = [Captures(self._generator, self._document(conversation)) for conversation in conversations]
+        full_answers = self._full_answers(conversations, captures)
         runs = []
-        for (unit, work), conversation, captured, tokens in zip(
-            jobs, conversations, captures, full_tokens, strict=True
+        for (unit, work), conversation, captured, full in zip(
+            jobs, conversations, captures, full_answers, strict=True
         ):
             for setting in dict.fromkeys(setting for setting, _ in work):
                 contenders = [contender for at, contender in work if at == setting]
                 turns = make_setting(
                     setting, self._compressor, captured, conversation, contenders, self._experiment
                 )
-                runs.append(_Run(unit, setting, contenders, conversation, turns, tokens))
+                runs.append(_Run(unit, setting, contenders, conversation, turns, full))
         for index in range(max(len(run.conversation.turns) for run in runs)):
             self._answer(index, [run for run in runs if index < len(run.conversation.turns)])
         return [record for run in runs for record in self._records(run)]
@@ -108,23 +109,37 @@ class UnitRunner:
             )
         return conversation
 
-    def _full_tokens(
+    def _document(self, conversation: Conversation) -> CapturedPrompt | None:
+        """Return a capture of the conversation's document, if the next example may be about the same."""
+        if not self._experiment.shares_documents:
+            return None
+        document = conversation.turns[0].prompt_token_ids[: conversation.num_document_tokens]
+        if self._shared is None or self._shared.token_ids != document:
+            self._shared = None  # one document's memory at a time
+            self._shared = self._generator.capture(list(document))
+        return self._shared
+
+    def _full_answers(
         self, conversations: Sequence[Conversation], captures: Sequence[Captures]
-    ) -> list[list[tuple[int, ...]]]:
-        """The full cache's greedy answer to each turn, its first token as it would be served."""
+    ) -> list[list[FullAnswer]]:
+        """Return the full cache's greedy answer to each turn, its first token as it would be served."""
         full = [Contender(method=FULL, plan=plan_for(FULL), target=None)]
         settings = [
             make_setting("aware", self._compressor, captured, conversation, full, self._experiment)
             for captured, conversation in zip(captures, conversations, strict=True)
         ]
-        tokens: list[list[tuple[int, ...]]] = [[] for _ in conversations]
+        found: list[list[FullAnswer]] = [[] for _ in conversations]
         for index in range(max(len(conversation.turns) for conversation in conversations)):
             going = [i for i, conversation in enumerate(conversations) if index < len(conversation.turns)]
-            pending = [a for i in going for a in settings[i].next_turn(index, self._own(tokens[i][-1:]))]
-            answers = self._scorer.greedy([a for a in pending if a is not None])
+            pending = [
+                a
+                for i in going
+                for a in settings[i].next_turn(index, self._own([answer.tokens for answer in found[i][-1:]]))
+            ]
+            answers = self._scorer.full([a for a in pending if a is not None])
             for i, answer in zip(going, answers, strict=True):
-                tokens[i].append(answer)
-        return tokens
+                found[i].append(answer)
+        return found
 
     def _answer(self, index: int, runs: Sequence[_Run]) -> None:
         """Turn `index` of every run."""
@@ -137,7 +152,7 @@ class UnitRunner:
         scores, answers = self._scorer.score(
             [pending for _, _, pending in asked],
             [run.conversation.turns[index] for run, _, _ in asked],
-            [run.full_tokens[index] for run, _, _ in asked],
+            [run.full_answers[index] for run, _, _ in asked],
         )
         for (run, i, pending), score, answer in zip(asked, scores, answers, strict=True):
             run.scores[i].append(score)

@@ -46,16 +46,23 @@ class TurnSetting(Protocol):
 
 
 class Captures:
-    """Prefilled prompts of one conversation: each distinct one is run once, continuing the turn before it."""
+    """Prefilled prompts of one conversation: each distinct one is run once, continuing the turn before it.
 
-    def __init__(self, generator: OneProcessGenerator) -> None:
+    Args: document: a capture that the first prompt continues, if other conversations are about it, too.
+    """
+
+    def __init__(self, generator: OneProcessGenerator, document: CapturedPrompt | None = None) -> None:
         self._generator = generator
+        self._document = document
         self._captured: dict[Prompt, CapturedPrompt] = {}
 
     def get(self, prompt: Prompt, earlier: Prompt | None) -> CapturedPrompt:
         if prompt not in self._captured:
-            before = self._captured[earlier] if earlier is not None else None
-            self._captured[prompt] = self._generator.capture(list(prompt), earlier=before)
+            before = self._captured[earlier] if earlier is not None else self._document
+            captured = self._generator.capture(list(prompt), earlier=before)
+            if earlier is None and before is not None:
+                captured = captured.joined(before)
+            self._captured[prompt] = captured
         return self._captured[prompt]
 
     def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:

@@ -78,7 +78,7 @@ def summarise(experiment: Experiment, fingerprint: str, records: dict[Key, Recor
                                 held_out=experiment.held_out,
                                 seed=seed,
                             )
-                            for seed in experiment.seeds(num_tokens)
+                            for seed in experiment.seeds(task, num_tokens)
                         )
                         keys = (Key.of(fingerprint, experiment, unit, setting, contender) for unit in units)
                         found = [records[key] for key in keys if key in records]
