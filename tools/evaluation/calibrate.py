@@ -137,7 +137,7 @@ def _values(
         pending.append(PendingAnswer(continuation, continuation.step(sample.prompt[-1])))
     answer = sample.answer
     if measure == "agreement":
-        (answer,) = greedy(pending[:1], eos_token_ids=eos_token_ids, max_new_tokens=longest)
+        (answer,) = greedy(pending[:1], eos_token_ids=eos_token_ids, max_new_tokens=[longest])
     found = forced(pending, [answer] * len(pending))
     if measure == "nll":
         return [fmean(each.nlls) for each in found]

@@ -35,9 +35,10 @@ COLLECTION_TASKS = {
 _WRITTEN = ("fact", "two_hops", "long")
 _QUESTION_TOKENS = 160
 """Of a window's length, what the chat template and the question may take."""
+_SHORT_TOKENS, _LONG_TOKENS = 32, 300
 _NEEDLES = 5
 _NEEDLE = "The {colour} {thing} has the registration number {number}."
-_NEEDLE_QUESTION = "What is the registration number of the {colour} {thing}? Answer with the number alone."
+_NEEDLE_QUESTION = "What is the registration number of the {colour} {thing}?"
 _COLOURS = ("amber", "azure", "crimson", "ivory", "olive", "silver", "turquoise", "violet")
 _THINGS = ("bicycle", "ferry", "glider", "lantern", "piano", "telescope", "tractor", "typewriter")
 _PROSE = ("prose", "dialogue")
@@ -59,7 +60,8 @@ class _Question:
 
     @property
     def text(self) -> str:
-        return f"This is a question about {self.title}. {self.question}"
+        rule = "" if self.task == "long" else " Answer in a few words."
+        return f"This is a question about {self.title}. {self.question}{rule}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,7 @@ def _example(document: str, questions: Sequence[_Question]) -> DatasetExample:
         others=last.right[1:],
         document=document,
         references=tuple(question.reference for question in questions),
+        max_new_tokens=_LONG_TOKENS if questions[-1].task == "long" else _SHORT_TOKENS,
     )
 
 

@@ -25,12 +25,14 @@ class Turn:
         answer_token_ids: the right answer and an end token.
         answers: its text, then those of other right answers.
         reference: of a public format, what the answer is scored against.
+        max_new_tokens: the longest answer, if the example has one.
     """
 
     prompt_token_ids: tuple[int, ...]
     answer_token_ids: tuple[int, ...]
     answers: tuple[str, ...]
     reference: Reference | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,10 @@ class Conversation:
     turns: tuple[Turn, ...]
     num_document_tokens: int
     num_before_last_question: int
+
+    def longest_answer(self, max_new_tokens: int) -> int:
+        """Return the most tokens that any answer may have. Args: max_new_tokens: of turns that do not say."""
+        return max(turn.max_new_tokens or max_new_tokens for turn in self.turns)
 
     def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
         """Turn `index`'s prompt after another answer to the turn before it.
@@ -77,6 +83,7 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
     answers = [m["content"] for m in example.messages if m["role"] == "assistant"] + [example.answer]
     references = example.references if isinstance(example, DatasetExample) else (None,) * len(answers)
     prefix = _encode(tokenizer, example.answer_prefix) if isinstance(example, DatasetExample) else []
+    longest = example.max_new_tokens or None if isinstance(example, DatasetExample) else None
     turns: list[Turn] = []
     for i, answer in enumerate(answers):
         messages = [{"role": m["role"], "content": m["content"]} for m in example.messages[: 2 * i + 1]]
@@ -94,6 +101,7 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
                 answer_token_ids=(*ids, *end),
                 answers=right,
                 reference=reference,
+                max_new_tokens=longest,
             )
         )
     alone = tokenizer.render([{"role": "user", "content": example.document}])

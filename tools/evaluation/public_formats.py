@@ -53,10 +53,12 @@ class DatasetExample(Example):
     Attributes:
         references: of each question in turn.
         answer_prefix: how the last answer begins; it stands in the prompt.
+        max_new_tokens: the longest answer to each question; 0 leaves it to `--max-new-tokens`.
     """
 
     references: tuple[Reference, ...]
     answer_prefix: str = ""
+    max_new_tokens: int = 0
 
 
 def ruler(fields: Mapping[str, Any], path: Path) -> DatasetExample:

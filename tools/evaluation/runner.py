@@ -95,7 +95,8 @@ class UnitRunner:
     def _conversation(self, unit: Unit) -> Conversation:
         conversation = tokenize(self._experiment.example(unit), self._tokenizer)
         num_answers = len(conversation.turns) if self._experiment.answers == "own" else 1
-        needed = len(conversation.turns[-1].prompt_token_ids) + num_answers * self._experiment.max_new_tokens
+        longest = conversation.longest_answer(self._experiment.max_new_tokens)
+        needed = len(conversation.turns[-1].prompt_token_ids) + num_answers * longest
         needed += self._experiment.gap
         if needed > self._model.spec.max_model_len:
             given = (
@@ -136,7 +137,9 @@ class UnitRunner:
                 for i in going
                 for a in settings[i].next_turn(index, self._own([answer.tokens for answer in found[i][-1:]]))
             ]
-            answers = self._scorer.full([a for a in pending if a is not None])
+            answers = self._scorer.full(
+                [a for a in pending if a is not None], [conversations[i].turns[index] for i in going]
+            )
             for i, answer in zip(going, answers, strict=True):
                 found[i].append(answer)
         return found

@@ -45,7 +45,7 @@ class Forced:
 class AnswerScorer:
     """Scores answers.
 
-    Args: max_new_tokens: the longest answer.
+    Args: max_new_tokens: the longest answer where the example does not say.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class AnswerScorer:
         # If every token of the full cache's answer is the likeliest, greedy decoding gives exactly that one.
         answers = [answer.tokens for answer in full]
         other = [i for i, found in enumerate(compared) if tuple(found.likeliest) != answers[i]]
-        for i, tokens in zip(other, self.greedy([pending[i] for i in other]), strict=True):
+        later = self._greedy([pending[i] for i in other], [turns[i] for i in other])
+        for i, tokens in zip(other, later, strict=True):
             answers[i] = tokens
         right = [turn.answer_token_ids for turn in turns]
         unseen = [i for i, tokens in enumerate(right) if tokens != full[i].tokens]
@@ -95,46 +96,51 @@ class AnswerScorer:
             )
         return scores, answers
 
-    def full(self, pending: Sequence[PendingAnswer]) -> list[FullAnswer]:
+    def full(self, pending: Sequence[PendingAnswer], turns: Sequence[Turn]) -> list[FullAnswer]:
         """Return greedy answers with their distributions."""
         rows: list[list[Tensor]] = [[a.logits] for a in pending]
-        answers = self.greedy(pending, rows)
+        answers = self._greedy(pending, turns, rows)
         return [
             FullAnswer(tokens=tokens, logprobs=torch.stack(row).log_softmax(-1))
             for tokens, row in zip(answers, rows, strict=True)
         ]
 
-    def greedy(
-        self, pending: Sequence[PendingAnswer], rows: Sequence[list[Tensor]] | None = None
+    def _greedy(
+        self,
+        pending: Sequence[PendingAnswer],
+        turns: Sequence[Turn],
+        rows: Sequence[list[Tensor]] | None = None,
     ) -> list[tuple[int, ...]]:
-        """Return answers as `greedy` does, with this scorer's limit."""
-        limit = self._max_new_tokens
-        return greedy(pending, eos_token_ids=self._eos_token_ids, max_new_tokens=limit, rows=rows)
+        longest = [turn.max_new_tokens or self._max_new_tokens for turn in turns]
+        return greedy(pending, eos_token_ids=self._eos_token_ids, max_new_tokens=longest, rows=rows)
 
 
 def greedy(
     pending: Sequence[PendingAnswer],
     *,
     eos_token_ids: tuple[int, ...],
-    max_new_tokens: int,
+    max_new_tokens: Sequence[int],
     rows: Sequence[list[Tensor]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Return the likeliest tokens up to an end token, or as many as an answer may have.
+    """Return the likeliest tokens up to an end token, or as many as each answer may have.
 
     Args: rows: lists that get the float32 logits `[V]` before each answer's second and later tokens.
     """
     continuations = [a.continuation.fork() for a in pending]
     answers = [[int(a.logits.argmax())] for a in pending]
-    for _ in range(max_new_tokens - 1):
-        going = [i for i, answer in enumerate(answers) if answer[-1] not in eos_token_ids]
+    while True:
+        going = [
+            i
+            for i, answer in enumerate(answers)
+            if answer[-1] not in eos_token_ids and len(answer) < max_new_tokens[i]
+        ]
         if not going:
-            break
+            return [tuple(answer) for answer in answers]
         logits = step_together([continuations[i] for i in going], [answers[i][-1] for i in going])
         for i, row in zip(going, logits, strict=True):
             answers[i].append(int(row.argmax()))
             if rows is not None:
                 rows[i].append(row)
-    return [tuple(answer) for answer in answers]
 
 
 def forced(

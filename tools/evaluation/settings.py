@@ -187,13 +187,14 @@ def make_setting(
     experiment: Experiment,
 ) -> TurnSetting:
     """The turn_setting of a setting."""
+    longest = conversation.longest_answer(experiment.max_new_tokens)
     first = conversation.turns[0].prompt_token_ids
     last = conversation.turns[-1].prompt_token_ids
     num_fed = conversation.num_document_tokens if setting == "agnostic" else len(first)
     num_later = len(last) - num_fed if setting != "aware" else 0
     if experiment.answers == "own":
-        num_later += (len(conversation.turns) - 1) * experiment.max_new_tokens
-    max_new_tokens = experiment.max_new_tokens + num_later
+        num_later += (len(conversation.turns) - 1) * longest
+    max_new_tokens = longest + num_later
     if setting == "agnostic":
         document = captures.first_tokens(captures.get(first, None), num_fed)
         continuations = [
