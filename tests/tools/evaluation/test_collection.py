@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_every_prompt_is_as_long_as_asked_and_has_what_its_question_needs(length
 def test_an_example_is_about_the_same_document_as_the_one_before_it_as_long_as_there_are_such() -> None:
     experiment = read_experiment(EvalConfig(data=str(REAL), lengths="2048"))
     documents = [experiment.example(unit).document for unit in experiment.units()]
-    changes = sum(a != b for a, b in zip(documents, documents[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(documents))
     assert changes == len(set(documents)) - 1
 
 
