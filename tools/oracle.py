@@ -222,6 +222,13 @@ class Continuation:
         """
         return step_together([self], [token_id], dense=dense)[0]
 
+    def continuing(self, other: Continuation) -> Continuation:
+        """Return a continuation from where the other one is, with this one's rows of the prompt."""
+        found = copy.copy(self)
+        found._decode = self._decode.continuing(other._decode)
+        found._num_tokens = other._num_tokens
+        return found
+
     def fork(self) -> Continuation:
         """An independent continuation from here: steps of one do not affect the other."""
         other = copy.copy(self)

@@ -40,6 +40,14 @@ class OracleDecode:
         other.generated = [list(rows) for rows in self.generated]
         return other
 
+    def continuing(self, other: OracleDecode) -> OracleDecode:
+        """Return a copy with the new rows of another one."""
+        found = self.fork()
+        for layer, later in zip(found._layers, other._layers, strict=True):
+            layer.new_rows = later.new_rows
+        found.generated = [list(rows) for rows in other.generated]
+        return found
+
     @property
     def states(self) -> dict[int, Tensors]:
         """The state of each layer that has one, after the tokens so far."""
