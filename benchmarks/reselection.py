@@ -4,9 +4,9 @@
                                      [--methods snapkv,rocketkv,rdkv] [--examples 24] [--output FILE]
 
 Questions with long answers about real documents (`benchmarks/real`). The full cache's greedy answer is fed,
-and each contender is compared with the full cache by divergence, token by token. With 16 among `--every` the
-prompt's rows are selected again before each 16th token, by the queries of the answer so far, as if prefill had
-been sent them; the answer's own rows stay as they are. 0 selects once, as served.
+and each contender is compared with the full cache by divergence, token by token. With 16 among `--every`
+the prompt's rows are selected again before each 16th token, by the queries of the answer so far, as if
+prefill had been sent them; the answer's own rows stay as they are. 0 selects once, as served.
 """
 
 from __future__ import annotations
