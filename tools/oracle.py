@@ -96,19 +96,6 @@ class CapturedPrompt:
         return CapturedPrompt(token_ids=self.token_ids[:num_tokens], layers=layers, logits=None)
 
 
-def _layer_inputs(
-    model: LanguageModel, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-) -> LayerInputs:
-    return LayerInputs(
-        layer=layer,
-        queries=queries,
-        keys=keys,
-        values=values,
-        scaling=scaling,
-        unrotate=lambda rows: model.pre_rope_keys(layer, rows),
-    )
-
-
 class _PassStates:
     """Implements `LayerStates` for one pass. Args: earlier: the states before it."""
 
@@ -140,7 +127,7 @@ class _Capture:
         return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self.layers.append(_layer_inputs(self._model, layer, queries, keys, values, scaling))
+        self.layers.append(LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling))
 
 
 class _Prefill:
@@ -162,7 +149,7 @@ class _Prefill:
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
-        inputs = _layer_inputs(self._model, layer, queries, *full, scaling)
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
         if self._num_draft:
             self._drafting.append(replace(inputs, queries=queries.clone()))
         elif is_measured(self._resolved):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -185,6 +185,29 @@ class LayerInputs:
     unrotate: Callable[[Tensor], Tensor] | None = None
     sums: ColumnSums | None = None
     ahead: Ahead | None = None
+
+    @classmethod
+    def of(
+        cls,
+        pre_rope_keys: Callable[[int, Tensor], Tensor],
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> LayerInputs:
+        """Return what a model tells the observer of its pass of a layer.
+
+        Args: pre_rope_keys: the model's; others: as of `PrefillObserver.layer_done`.
+        """
+        return cls(
+            layer=layer,
+            queries=queries,
+            keys=keys,
+            values=values,
+            scaling=scaling,
+            unrotate=partial(pre_rope_keys, layer),
+        )
 
     def with_sums(self) -> LayerInputs:
         """These inputs with `sums`, which is computed from all queries if it is missing."""

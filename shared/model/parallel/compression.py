@@ -59,14 +59,7 @@ class PartCompressor:
 
         Args: queries `[h, G, T, D]`, keys and values `[h, S, D]`; see `LayerInputs`.
         """
-        inputs = LayerInputs(
-            layer=layer,
-            queries=queries,
-            keys=keys,
-            values=values,
-            scaling=scaling,
-            unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
-        )
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling)
         try:
             return encode_layer(self._plan, self._formats[layer], inputs)
         except Exception as error:
