@@ -14,7 +14,6 @@ from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 
 import structlog
 import torch
-from torch import Tensor
 
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
@@ -25,9 +24,10 @@ from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
-from kvferry.shared.device.warm_up import needs_warm_up, shown_progress, warm_prefill
+from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import LanguageModel
@@ -51,16 +51,6 @@ _PROJECTIONS = 4
 """A token's projections take about as long as attending to this many times the layer's width of tokens."""
 _HISTORY_CREDIT_BYTES = 64 << 20
 """Credit for one turn's returned KV."""
-
-
-class _ProbeObserver:
-    """No-op observer for probes."""
-
-    def history(self, layer: int) -> None:
-        return None
-
-    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        pass
 
 
 class PrefillEngine:
@@ -250,7 +240,7 @@ class PrefillEngine:
 
     def _probe(self) -> None:
         token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        self._model.prefill(token, start=0, observer=_ProbeObserver())
+        self._model.prefill(token, start=0, observer=CollectingPass(self._model))
         self._progress()
 
     def _progress(self) -> None:
@@ -325,8 +315,8 @@ class PrefillEngine:
         assert job.transfer is not None
         token, *sibling_tokens = (sampler.sample(logits) for sampler in job.samplers)
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        self.turns.end(job, layers.rows.positions)
-        turn, kept_map, now_s = job.turn, layers.rows.kept_map, self._clock()
+        rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
+        self.turns.end(job, rows)
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
@@ -337,15 +327,15 @@ class PrefillEngine:
             compress_s=layers.times.compress_s,
             queue_s=now_s - job.submitted_s - started.ran_s(now_s),
             reuse_source=turn.reuse_source if turn is not None else "session",
-            retained_fractions=kept_map.fractions() if kept_map is not None else (),
+            retained_fractions=kept_fractions(
+                rows.positions, num_tokens=job.resolved.num_prompt_tokens, num_bins=request.retained_bins
+            ),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             sibling_tokens=tuple(sibling_tokens),
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
-        if not request.probe:
-            self._metrics.prefill_tokens.labels(spec.name).inc(len(request.prompt_token_ids) - job.num_reused)
-            self._observe(first, layers.times, reused_by_tier if turn is not None else None)
+        self._observe(job, first, layers.times)
         return first
 
     def _open(self, job: PrefillJob, measured: ResolvedPlan) -> PromptTransfer:
@@ -358,8 +348,8 @@ class PrefillEngine:
                 measured,
                 job.formats if is_final else make_formats(self._model.spec, measured),
                 retained=job.retained,
-                num_bins=job.request.retained_bins,
-                with_positions=job.retained_as is not None,
+                with_positions=job.request.retained_bins > 0
+                or (job.retained_as is not None and job.has_plain_rows),
                 with_rows=job.turn is not None,
                 keeps_failed=not job.request.probe,
                 timeout_s=self._config.transfer_timeout_s,
@@ -387,16 +377,16 @@ class PrefillEngine:
             retained_depth=job.retained.depth if job.retained is not None else 0,
         )
 
-    def _observe(self, first: FirstToken, times: PassTimes, reused: dict[str, int] | None) -> None:
-        """Args: reused: tokens by tier; None without a session."""
-        model, metrics = self._model.spec.name, self._metrics
+    def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:
+        model, metrics, turn = self._model.spec.name, job.metrics, job.turn
+        metrics.prefill_tokens.labels(model).inc(len(job.request.prompt_token_ids) - first.reused_tokens)
         metrics.queue.labels("prefill").observe(first.queue_s)
         metrics.prefill.labels(model, first.method).observe(first.prefill_s)
         metrics.compress.labels(model, first.method).observe(times.compress_s)
         metrics.pack.labels(model, first.method).observe(times.pack_s)
-        if reused is not None:
+        if turn is not None:
             metrics.history_store.labels(model).observe(times.history_store_s)
-            for tier, num_tokens in reused.items():
+            for tier, num_tokens in turn.reused_by_tier.items():
                 metrics.history_reused_tokens.labels(tier).inc(num_tokens)
         if first.reused_tokens:
             metrics.history_load.labels(model).observe(times.history_load_s)

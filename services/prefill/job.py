@@ -12,7 +12,7 @@ import structlog
 
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
-from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows, ShippedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
 from kvferry.shared.control.messages import (
     FirstToken,
@@ -55,6 +55,7 @@ class PrefillJob:
 
     Attributes:
         deadline_s: of the whole request; nobody commits its turn much later.
+        metrics: where it is counted.
         router: whose request it is.
         work: how much computing its pass takes, in units of the engine's; set when it is submitted.
         history_source: how the turn got its history; None if there was none.
@@ -63,7 +64,6 @@ class PrefillJob:
         samplers: of the request's completion, and of its siblings.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
-        saved_bytes: size of the rows that were not shipped for this reason.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PrefillJob:
         *,
         submitted_s: float,
         deadline_s: float,
+        metrics: PrefillMetrics,
         matchers: Sequence[TokenMatcher | None] = (),
     ) -> None:
         """Args: request: its ticket has a plan; matchers: at the beginning of its grammar, one for each
@@ -97,6 +98,7 @@ class PrefillJob:
         ]
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
+        self.metrics = metrics
         self.work = 0.0
         self.owner = request.owner or (request.session.owner if request.session is not None else "")
         self.priority = request.priority
@@ -110,7 +112,6 @@ class PrefillJob:
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None
-        self.saved_bytes = 0
         self._cancellation: KvferryError | None = None
 
     @property
@@ -123,6 +124,11 @@ class PrefillJob:
         """The session under which decode retains the rows; None if it retains none."""
         session = self.request.session
         return self.request.retained_as if session is not None and session.is_implicit else session
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether decode can retain rows of every layer."""
+        return all(fmt.is_plain for fmt in self.formats)
 
     @property
     def method(self) -> str:
@@ -254,22 +260,19 @@ class SessionTurns:
         job.history_source = "recompute"
         self._metrics.history_choices.labels("recompute", "miss").inc()
 
-    def end(self, job: PrefillJob, positions: dict[int, Positions | None]) -> None:
-        """After the last layer was passed to the sender: record the rows that decode will retain.
-
-        Args: positions: of the rows of each layer, if every format has plain rows.
-        """
+    def end(self, job: PrefillJob, rows: ShippedRows) -> None:
+        """After the last layer was passed to the sender: record the rows that decode will retain."""
         session = job.retained_as
         if session is None:
             return
-        if not all(fmt.is_plain for fmt in job.formats):
+        if not job.has_plain_rows:
             self.shipped.drop(session)
             return
         selection = RetainedRows(
             transfer_id=job.key.transfer_id,
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             num_tokens=job.resolved.num_prompt_tokens,
-            layers=tuple(map(positions.__getitem__, range(len(job.formats)))),
+            layers=tuple(map(rows.plain, range(len(job.formats)))),
         )
         # Rows recomputed after a miss may differ from those of earlier turns.
         self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)
@@ -281,8 +284,7 @@ class SessionTurns:
             return None
         if turn.reuse_source != "session" and not turn.session.is_implicit:
             return None
-        exact = self._is_exact and all(fmt.is_plain for fmt in job.formats)
-        if not exact or ticket.retained_transfer_id == 0:
+        if not (self._is_exact and job.has_plain_rows) or ticket.retained_transfer_id == 0:
             return None
         return self.shipped.retained(
             session,

@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.shared.cache.delta import NEW_ROWS, RetainedChain, ShippedRows, delta_parts
+from kvferry.services.prefill.host_copies import HostCopies
+from kvferry.shared.cache.delta import (
+    NEW_ROWS,
+    RetainedChain,
+    ShippedRows,
+    delta_parts,
+    delta_tensors,
+    head_positions,
+)
 from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
+from kvferry.shared.compression.formats.interface import Encoded, InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import (
@@ -33,6 +42,7 @@ from kvferry.shared.errors import (
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
+from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.frames import part_key
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
@@ -49,14 +59,17 @@ class PromptTransfer:
         prefill        | rank 0    | rank 1    |
         parts, decode  | 0   | 1   | 2   | 3   |
 
-    Attributes: division: how ranks that ship their heads themselves divide the prompt's; None: this one ships
-        all.
+    Attributes:
+        division: how ranks that ship their heads themselves divide the prompt's; None: this one ships all.
+        rows: what is known of those shipped; of all heads once the last layer is sent.
+        sending_s: seconds that sending took.
 
     Args:
         manifest: of all heads.
         formats: of the layers, of the heads that are shipped here.
         retained: rows that decode retains, of these heads.
         rank, num_ranks: of prefill, where each ships its heads itself; decode has as many or a multiple.
+        with_positions: whether `rows` is to have the positions of rows.
         keeps_failed: as of `BlockSender.open`; of one part.
 
     Raises: TransferFailed: the heads cannot be divided among so many ranks, or as `BlockSender.open`.
@@ -73,6 +86,7 @@ class PromptTransfer:
         retained: RetainedChain | None = None,
         rank: int = 0,
         num_ranks: int = 1,
+        with_positions: bool = False,
         keeps_failed: bool = False,
     ) -> None:
         endpoints = (ticket.endpoint, *ticket.part_endpoints)
@@ -85,8 +99,12 @@ class PromptTransfer:
             )
         num_own = len(endpoints) // num_ranks
         self.formats = formats
-        self.retained = retained
         self.division: Division | None = None
+        self.rows = ShippedRows()
+        self.sending_s = 0.0
+        self._num_parts = len(endpoints)
+        self._retained = retained
+        self._with_positions = with_positions
         self._parts: list[OutgoingTransfer] = []
         try:
             for number in range(rank * num_own, (rank + 1) * num_own):
@@ -100,65 +118,101 @@ class PromptTransfer:
                     )
                 )
         except BaseException:
-            self._abort_parts("aborted")
+            for part in self._parts:
+                part.abort("aborted")
             raise
 
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
+    def begin_layer(
+        self, layer: int, encoded: Encoded, copies: HostCopies, clock: Callable[[], float]
+    ) -> Callable[[], None]:
+        """Begin to copy a layer of these heads to the host.
+
+        Args: clock: seconds, on the thread that sends.
+        Returns: waits for the copies and sends them; for another thread.
+        """
+        fmt = self.formats[layer]
+        if self._retained is not None:
+            whole = encoded.finish(encoded.tensors)
+            tensors = delta_tensors(whole, layer, self._retained)
+            self.rows.saved_bytes += sum(
+                whole[name].nbytes - tensors[name].nbytes for name in fmt.shape.row_names
+            )
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+        arrived = copies.start(encoded.tensors)
+
+        def send() -> None:
+            begin_s = clock()
+            with stage("ship", layer=layer):
+                copied = encoded.finish(arrived())
+                if self._with_positions:
+                    self.rows.positions[layer] = head_positions(fmt, copied)
+                self.send_layer(layer, copied)
+            self.sending_s += clock() - begin_s
+
+        return send
+
+    def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Args: tensors: of all its heads, on the host."""
-        if len(self._parts) == 1:
-            self._parts[0].send_layer(layer, tensors)
-            return
-        kinds = {its.name: its.kind for its in tensors}
-        whole = {its.name: its.tensor for its in tensors}
+        kinds = {NEW_ROWS: "index", **self.formats[layer].kinds}
+        with self._one_for_all():
+            for part, its in zip(self._parts, self._divided(layer, tensors), strict=True):
+                named = [NamedTensor(name=name, tensor=its[name], kind=kinds[name]) for name in its]
+                part.send_layer(layer, named)
+
+    def _divided(self, layer: int, tensors: Tensors) -> Sequence[Tensors]:
         fmt, number = self.formats[layer], len(self._parts)
+        if number == 1:
+            return (tensors,)
         try:
-            divided = delta_parts(fmt, whole, number) if NEW_ROWS in whole else fmt.parts(whole, number)
+            return delta_parts(fmt, tensors, number) if NEW_ROWS in tensors else fmt.parts(tensors, number)
         except InvalidTensors as error:
-            failed = TransferFailed(f"layer {layer}: {error}", reason=error.reason)
-            self._abort_parts(error.reason)
-            raise failed from error
-        for part, of_part in zip(self._parts, divided, strict=True):
-            named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in of_part.items()]
-            part.send_layer(layer, named)
+            raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
 
     def finish(self, end: EndRecord) -> None:
         """See `OutgoingTransfer.finish`. The first rank's part has the first token."""
-        for part in self._parts:
-            part.finish(end)
-            end = replace(end, first_token=None)
+        with self._one_for_all():
+            for part in self._parts:
+                part.finish(end)
+                end = replace(end, first_token=None)
 
     def wait(self, timeout_s: float) -> float:
         """See `OutgoingTransfer.wait`: the seconds of the part that took longest."""
         deadline_s = time.monotonic() + timeout_s
         first = self._parts[0]
         first.wait_for(lambda: any(its.has_failed for its in self._parts) or self.is_over, timeout_s)
-        try:
+        with self._one_for_all():
             in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
             return max(its.wait(max(0.0, deadline_s - time.monotonic())) for its in in_order)
-        except BaseException:
-            self._abort_parts("aborted")
+
+    @contextmanager
+    def _one_for_all(self) -> Iterator[None]:
+        """If a part fails here, all end. Raises: why the transfer failed first."""
+        try:
+            yield
+        except KvferryError as error:
+            if (first := self.fail(error)) is not error:
+                raise first from error
             raise
 
     def abort(self, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
-        self._abort_parts(reason)
-
-    def _abort_parts(self, reason: str) -> None:
         for part in self._parts:
             part.abort(reason)
 
-    def add_rows(self, rows: ShippedRows) -> None:
-        """Add what other ranks have shipped, once all layers are sent. Args: rows: of the heads from here."""
+    def fail(self, error: KvferryError) -> KvferryError:
+        """End the transfer. Idempotent. Returns: why it failed first."""
+        self.abort(error.reason)
+        return error
 
     def redirect(self, ticket: Ticket) -> None:
         """See `OutgoingTransfer.redirect`. Several parts are not sent again, nor one in several."""
-        if len(self._parts) == 1 and not ticket.part_endpoints:
-            self._parts[0].redirect(ticket)
-            return
-        raise TransferFailed(
-            f"a transfer of {len(self._parts)} parts ({self._parts[0].key}) cannot be sent to another worker",
-            reason="resend",
-        )
+        if self._num_parts > 1 or ticket.part_endpoints:
+            raise TransferFailed(
+                f"a transfer of {self._num_parts} parts ({self._parts[0].key}) cannot be sent to another "
+                "worker",
+                reason="resend",
+            )
+        self._parts[0].redirect(ticket)
 
     @property
     def is_over(self) -> bool:
@@ -167,11 +221,10 @@ class PromptTransfer:
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """See `OutgoingTransfer.bytes_by_kind`: of all parts."""
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for part in self._parts:
-            for kind, size_bytes in part.bytes_by_kind.items():
-                total[kind] = total.get(kind, 0) + size_bytes
-        return total
+            total.update(part.bytes_by_kind)
+        return dict(total)
 
     @property
     def resent_bytes(self) -> int:
@@ -228,7 +281,6 @@ class PrefillRanks:
         formats: Sequence[LayerFormat],
         *,
         retained: RetainedChain | None,
-        num_bins: int,
         with_positions: bool,
         with_rows: bool,
         keeps_failed: bool,
@@ -241,28 +293,27 @@ class PrefillRanks:
             manifest: of all heads.
             plan: with the rows that prefill has measured; formats: by it, of all heads.
             retained: rows that decode retains, of all heads.
-            num_bins: as of `KeptMap`; 0: none is wanted.
-            with_positions: whether the positions of rows are wanted.
+            with_positions, keeps_failed, timeout_s: as of `PromptTransfer`.
             with_rows: as of `Division`.
-            keeps_failed, timeout_s: as of `BlockSender.open`.
             left_s: until it is over, at the latest.
 
         Raises: TransferFailed, ProtocolMismatch: as `PromptTransfer`; WorkerUnavailable: a rank is lost.
         """
         if self._lead is None or not compresses_heads_apart(plan, formats) or num_draft_tokens(plan):
             return PromptTransfer(
-                self.sender, ticket, manifest, formats,
-                timeout_s=timeout_s, retained=retained, keeps_failed=keeps_failed,
+                self.sender, ticket, manifest, formats, timeout_s=timeout_s, retained=retained,
+                with_positions=with_positions, keeps_failed=keeps_failed,
             )  # fmt: skip
         size = self._part_spec.num_kv_heads
-        chains = [_of_heads(retained, rank * size, size) for rank in range(self.num_ranks)]
+        firsts = range(0, size * self.num_ranks, size)
+        chains = [retained.of_heads(first, size) if retained is not None else None for first in firsts]
         transfer = RankedTransfer(
             self, ticket, manifest, make_formats(self._part_spec, plan),
-            timeout_s=timeout_s, retained=chains[0], deadline_s=time.monotonic() + left_s,
+            timeout_s=timeout_s, retained=chains[0], with_positions=with_positions, left_s=left_s,
             division=Division(plan=plan, with_rows=with_rows, transfer=manifest.key),
         )  # fmt: skip
         self._transfers[manifest.key] = transfer
-        args = [(ticket, manifest, plan, chain, num_bins, with_positions, left_s) for chain in chains[1:]]
+        args = [(ticket, manifest, plan, chain, with_positions, left_s) for chain in chains[1:]]
         try:
             self._lead.commands([Call(name="ship", args=its) for its in args])
         except WorkerUnavailable:
@@ -286,7 +337,7 @@ class RankedTransfer(PromptTransfer):
     """A prompt's transfer of which each rank ships its heads, this one the first ones. If one rank's fails,
     all do.
 
-    Args: as of `PromptTransfer`, of this rank's heads; deadline_s: by which it is over, monotonic seconds.
+    Args: as of `PromptTransfer`, of this rank's heads; left_s: until it is over, at the latest.
     """
 
     def __init__(
@@ -298,55 +349,40 @@ class RankedTransfer(PromptTransfer):
         *,
         timeout_s: float,
         retained: RetainedChain | None,
-        deadline_s: float,
+        with_positions: bool,
+        left_s: float,
         division: Division,
     ) -> None:
         super().__init__(
-            ranks.sender, ticket, manifest, formats,
-            timeout_s=timeout_s, retained=retained, num_ranks=ranks.num_ranks,
+            ranks.sender, ticket, manifest, formats, timeout_s=timeout_s, retained=retained,
+            num_ranks=ranks.num_ranks, with_positions=with_positions,
         )  # fmt: skip
         self.division = division
         self._key = manifest.key
         self._ranks = ranks
-        self._deadline_s = deadline_s
+        self._deadline_s = time.monotonic() + left_s
         self._condition = threading.Condition()
         self._error: KvferryError | None = None
         self._sent = dict.fromkeys(range(1, ranks.num_ranks), -1)
         self._rows: dict[int, ShippedRows] = {}
         self._seconds: dict[int, float] = {}
-        self._bytes: list[Mapping[str, int]] = []
+        self._bytes = Counter[str]()
         self._resent_bytes = 0
 
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
+    def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Returns when all ranks have given the layer to their senders, so
         that the prompt's pass waits for the slowest of them here. Args: tensors: of this rank's heads."""
-        try:
-            super().send_layer(layer, tensors)
-        except KvferryError as error:
-            raise self.fail(error) from error
-        self._await(
-            lambda: min(self._sent.values()) >= layer, self._deadline_s, f"layer {layer} was not sent"
-        )
-
-    def add_rows(self, rows: ShippedRows) -> None:
-        """See `PromptTransfer.add_rows`."""
-        for rank in sorted(self._sent):
-            rows.add_heads(self._rows[rank])
-
-    def finish(self, end: EndRecord) -> None:
-        """See `OutgoingTransfer.finish`. The others have finished theirs."""
-        try:
-            super().finish(end)
-        except KvferryError as error:
-            raise self.fail(error) from error
+        super().send_layer(layer, tensors)
+        what = f"layer {layer} was not sent"
+        self._await(lambda: min(self._sent.values()) >= layer, self._deadline_s, what)
+        if layer == len(self.formats) - 1:
+            for rank in sorted(self._rows):
+                self.rows.add_heads(self._rows[rank])
 
     def wait(self, timeout_s: float) -> float:
         """See `OutgoingTransfer.wait`: the seconds of the rank that took longest."""
         deadline_s = time.monotonic() + timeout_s
-        try:
-            own_s = super().wait(timeout_s)
-        except KvferryError as error:
-            raise self.fail(error) from error
+        own_s = super().wait(timeout_s)
         self._await(lambda: len(self._seconds) == len(self._sent), deadline_s, "it was not acknowledged")
         self._ranks.forget(self._key)
         return max(own_s, *self._seconds.values())
@@ -355,21 +391,12 @@ class RankedTransfer(PromptTransfer):
         """See `OutgoingTransfer.abort`."""
         self.fail(Cancelled(f"transfer was aborted: {reason}", reason="aborted"), reason=reason)
 
-    def redirect(self, ticket: Ticket) -> None:
-        """Raises: TransferFailed ("resend"): what several ranks ship is not sent again."""
-        raise TransferFailed(
-            f"a transfer of {self._ranks.num_ranks} ranks ({self._key}) cannot be sent to another worker",
-            reason="resend",
-        )
-
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """See `OutgoingTransfer.bytes_by_kind`: of all ranks, once it is acknowledged."""
-        total = super().bytes_by_kind
-        for its in self._bytes:
-            for kind, size_bytes in its.items():
-                total[kind] = total.get(kind, 0) + size_bytes
-        return total
+        total = Counter(super().bytes_by_kind)
+        total.update(self._bytes)
+        return dict(total)
 
     @property
     def resent_bytes(self) -> int:
@@ -391,7 +418,7 @@ class RankedTransfer(PromptTransfer):
         """Decode has a rank's heads. Args: as of `OutgoingTransfer`."""
         with self._condition:
             self._seconds[rank] = transfer_s
-            self._bytes.append(bytes_by_kind)
+            self._bytes.update(bytes_by_kind)
             self._resent_bytes += resent_bytes
             self._condition.notify_all()
 
@@ -400,13 +427,13 @@ class RankedTransfer(PromptTransfer):
         self.fail(type(error)(f"rank {rank}: {error.message}", reason=error.reason))
 
     def fail(self, error: KvferryError, *, reason: str = "") -> KvferryError:
-        """End the transfer in all ranks. Idempotent. Returns: why it failed first."""
+        """See `PromptTransfer.fail`: in all ranks."""
         with self._condition:
             if self._error is not None:
                 return self._error
             self._error = error
             self._condition.notify_all()
-        self._abort_parts(reason or error.reason)
+        super().abort(reason or error.reason)
         self._ranks.abort(self._key, reason or error.reason)
         self._ranks.forget(self._key)
         return error
@@ -420,9 +447,3 @@ class RankedTransfer(PromptTransfer):
                 raise self._error
         if not in_time:
             raise self.fail(TransferFailed(f"{what} by another rank within {left_s:.1f} s", reason="timeout"))
-
-
-def _of_heads(chain: RetainedChain | None, first: int, number: int) -> RetainedChain | None:
-    if chain is None:
-        return None
-    return replace(chain, selections=tuple(its.of_heads(first, number) for its in chain.selections))

@@ -1,6 +1,6 @@
 """A following rank of a prefill worker: it ships the blocks of its heads straight to decode.
 
-Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`ranks.py`)
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`parts.py`)
 opens the same transfers for its own heads, and decides when one ends.
 """
 
@@ -18,12 +18,10 @@ import structlog
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import HandOver, HostCopies, host_copies
 from kvferry.services.prefill.parts import PromptTransfer
-from kvferry.services.prefill.prompt_pass import LayerShipper
 from kvferry.services.prefill.schedule import MAX_STARTED
-from kvferry.shared.cache.delta import RetainedChain, ShippedRows
+from kvferry.shared.cache.delta import RetainedChain
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Encoded
-from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
@@ -54,20 +52,18 @@ class Shipment:
         self,
         key: TransferKey,
         transfer: PromptTransfer,
-        shipper: LayerShipper,
+        copies: HostCopies,
         note: Callable[[tuple[object, ...]], None],
         *,
-        with_positions: bool,
         timeout_s: float,
         pool: ThreadPoolExecutor,
         waiters: ThreadPoolExecutor,
     ) -> None:
-        """Args: with_positions: whether the positions of rows are wanted; timeout_s: for all of it."""
+        """Args: timeout_s: for all of it."""
         self._key = key
         self._transfer = transfer
-        self._shipper = shipper
+        self._copies = copies
         self._note = note
-        self._with_positions = with_positions
         self._timeout_s = timeout_s
         self._waiters = waiters
         self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
@@ -82,7 +78,7 @@ class Shipment:
         try:
             if isinstance(part, Exception):
                 raise part
-            send = self._shipper.begin(self._transfer, self._transfer.formats[layer], layer, part)
+            send = self._transfer.begin_layer(layer, part, self._copies, time.monotonic)
         except Exception as error:
             self._fail(error)
             return
@@ -103,10 +99,7 @@ class Shipment:
             is_last = layer == len(self._transfer.formats) - 1
             if is_last:
                 self._transfer.finish(EndRecord(key=self._key, num_blocks=0, payload_bytes=0))
-            rows = self._shipper.rows
-            if not self._with_positions:
-                rows.positions.clear()
-            self._note(("sent", self._key, layer, rows if is_last else None))
+            self._note(("sent", self._key, layer, self._transfer.rows if is_last else None))
             if is_last:
                 self._waiters.submit(self._wait)
         except Exception as error:
@@ -177,7 +170,6 @@ class PrefillRank(FollowingRank):
         manifest: Manifest,
         plan: ResolvedPlan,
         retained: RetainedChain | None,
-        num_bins: int,
         with_positions: bool,
         timeout_s: float,
     ) -> None:
@@ -186,26 +178,26 @@ class PrefillRank(FollowingRank):
         Args:
             manifest: of all heads; its key names the transfer from now on.
             retained: rows that decode retains, of the rank's heads.
-            num_bins: as of `KeptMap`; 0: none is wanted.
+            with_positions: as of `PromptTransfer`.
+            timeout_s: for all of it.
         """
-        key, spec = manifest.key, self.model.spec
+        key = manifest.key
         try:
             if self._sender is None or self._copies is None:
                 raise TransferFailed("the rank has no block sender", reason="closed")
             transfer = PromptTransfer(
-                self._sender, ticket, manifest, make_formats(spec, plan),
+                self._sender, ticket, manifest, make_formats(self.model.spec, plan),
                 timeout_s=self._timeout_s, retained=retained, rank=self.rank, num_ranks=self.num_ranks,
+                with_positions=with_positions,
             )  # fmt: skip
         except KvferryError as error:
             self.note(("failed", key, error.with_traceback(None)))
             return
-        kept = KeptMap(num_tokens=plan.num_prompt_tokens, num_bins=num_bins) if num_bins else None
         self._shipments[key] = Shipment(
             key,
             transfer,
-            LayerShipper(spec, self._copies, ShippedRows(kept_map=kept), time.monotonic),
+            self._copies,
             self.note,
-            with_positions=with_positions,
             timeout_s=timeout_s,
             pool=self._pool,
             waiters=self._waiters,

@@ -106,6 +106,8 @@ class PrefillService:
         self._store = store
         self._server_factory = server_factory
         self._metrics = metrics
+        self._uncounted = PrefillMetrics()
+        """Of the router's probes, which nobody reads."""
         self._config = config
         self._clock = clock
         self._instance_id = secrets.token_hex(8)
@@ -216,6 +218,7 @@ class PrefillService:
             self._model.spec,
             submitted_s=self._clock(),
             deadline_s=deadline_s,
+            metrics=self._uncounted if request.probe else self._metrics,
             matchers=matchers,
         )
         self._pending.begin(request)
@@ -391,17 +394,15 @@ class PrefillService:
         wait_s = max(0.0, deadline_s - self._clock()) + 1.0
         waiting = asyncio.get_running_loop().run_in_executor(self._waiters, transfer.wait, wait_s)
         transfer_s = await self._before(deadline_s, waiting, "the transfer")
-        sent = transfer.bytes_by_kind
-        if not job.request.probe:
-            by = (self._model.spec.name, first.method)
-            for kind, size_bytes in sent.items():
-                self._metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
-            self._metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
-            self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
-            self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
-            self._metrics.transfer.labels(*by).observe(transfer_s)
-            if job.retained is not None:
-                self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
+        sent, metrics, by = transfer.bytes_by_kind, job.metrics, (self._model.spec.name, first.method)
+        for kind, size_bytes in sent.items():
+            metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
+        metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
+        metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
+        metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
+        metrics.transfer.labels(*by).observe(transfer_s)
+        if job.retained is not None:
+            metrics.kv_delta_saved_bytes.labels(*by).inc(transfer.rows.saved_bytes)
         delta_bytes = sent["rows"] if job.retained is not None else None
         return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
 

@@ -55,17 +55,17 @@ def least_rows(resolved: ResolvedPlan) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingLayer:
-    """A measured layer whose number of rows is not known yet.
+    """A layer to be compressed, of which all is known but its number of rows where that is measured.
 
     Attributes:
-        inputs: K and V, accumulated attention, no queries.
+        inputs: once it is measured, K and V, accumulated attention, no queries.
         variance: F_l of D2O's equation 4, `[]`; None where the layer shares no rows.
-        scores: float32 `[H_kv, T]`; None if the scorer needs the number of rows first.
+        scores: float32 `[H_kv, T]`; None if they are to be computed when it is compressed.
     """
 
     inputs: LayerInputs
-    variance: Tensor | None
-    scores: Tensor | None
+    variance: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
@@ -73,7 +73,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     if inputs.layer not in sharing_layers(resolved):
-        return WaitingLayer(inputs=_without_queries(inputs), variance=None, scores=None)
+        return WaitingLayer(inputs=_without_queries(inputs))
     inputs = inputs.with_sums()
     assert inputs.sums is not None
     scores, made = None, make_scorer(scorer, rows=resolved.layers[inputs.layer].rows)
