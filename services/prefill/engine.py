@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from functools import partial
 
 import structlog
 import torch
@@ -31,7 +32,7 @@ from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_p
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.process.freeing_rate import FreeingRate
+from kvferry.shared.process.freeing_rate import LONGEST_S
 from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import carrier, stage
@@ -89,8 +90,6 @@ class PrefillEngine:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._started = FreeingRate(clock)
-        """Places in the line that became free because their job was started."""
         self._next_look_s = 0.0
         self._copies = host_copies(model.device)
         # A cancelled pass may still be handing a layer over when the next one begins.
@@ -173,7 +172,7 @@ class PrefillEngine:
         return CapacityExceeded(
             f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
             reason="queue_full",
-            retry_after_s=self._started.wait_s(1),
+            retry_after_s=min(max(1.0, self._schedule.left_s), LONGEST_S),
         )
 
     def withdraw(self, job: PrefillJob) -> None:
@@ -208,9 +207,7 @@ class PrefillEngine:
                     self.heartbeat.waits = False
                 if self._stopping:
                     return None
-                started = self._schedule.start_next(self._clock())
-                if started is not None:
-                    self._started.add(1)
+                if (started := self._schedule.start_next(self._clock())) is not None:
                     return started
             self._probe()
 
@@ -224,8 +221,6 @@ class PrefillEngine:
         self._next_look_s = now_s + _LOOK_INTERVAL_S
         with self._condition:
             overtaking = self._schedule.overtake(now_s)
-            if overtaking is not None:
-                self._started.add(1)
         if overtaking is not None:
             self._run(overtaking)
             job.check_cancelled()
@@ -302,18 +297,18 @@ class PrefillEngine:
             job,
             model=self._model,
             copies=self._copies,
-            pauses=Pauses(lambda: self._pause(job)) if is_long else None,
-            open_transfer=lambda measured: self._open(job, measured),
-            progress=lambda layer: self._layer_done(started, layer),
+            pauses=Pauses(partial(self._pause, job)) if is_long else None,
+            open_transfer=partial(self._open, job),
+            progress=partial(self._layer_done, started),
             heartbeat=self.heartbeat,
             # Without the time for which it is overtaken.
             clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
             pool=self._handing,
             pool_clock=self._clock,
         )
-        logits = layers.run(lambda miss: self.turns.missed(job, miss))
+        logits = layers.run(partial(self.turns.missed, job))
         assert job.transfer is not None
-        token, *sibling_tokens = (sampler.sample(logits) for sampler in job.samplers)
+        token, *sibling_tokens = [sampler.sample(logits) for sampler in job.samplers]
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
         self.turns.end(job, rows)

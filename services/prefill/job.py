@@ -62,6 +62,7 @@ class PrefillJob:
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
         samplers: of the request's completion, and of its siblings.
+        has_plain_rows: whether every layer has, which decode can retain.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
     """
@@ -85,6 +86,7 @@ class PrefillJob:
         self.request = request
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
+        self.has_plain_rows = all([fmt.is_plain for fmt in self.formats])
         self.num_observed = num_observed_queries(self.resolved, self.formats)
         self.samplers = [
             SequenceSampler(
@@ -124,11 +126,6 @@ class PrefillJob:
         """The session under which decode retains the rows; None if it retains none."""
         session = self.request.session
         return self.request.retained_as if session is not None and session.is_implicit else session
-
-    @property
-    def has_plain_rows(self) -> bool:
-        """Whether decode can retain rows of every layer."""
-        return all(fmt.is_plain for fmt in self.formats)
 
     @property
     def method(self) -> str:

@@ -118,8 +118,7 @@ class PromptTransfer:
                     )
                 )
         except BaseException:
-            for part in self._parts:
-                part.abort("aborted")
+            self._abort_parts("aborted")
             raise
 
     def begin_layer(
@@ -134,9 +133,8 @@ class PromptTransfer:
         if self._retained is not None:
             whole = encoded.finish(encoded.tensors)
             tensors = delta_tensors(whole, layer, self._retained)
-            self.rows.saved_bytes += sum(
-                whole[name].nbytes - tensors[name].nbytes for name in fmt.shape.row_names
-            )
+            saved = [whole[name].nbytes - tensors[name].nbytes for name in fmt.shape.row_names]
+            self.rows.saved_bytes += sum(saved)
             encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
         arrived = copies.start(encoded.tensors)
 
@@ -153,56 +151,46 @@ class PromptTransfer:
 
     def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Args: tensors: of all its heads, on the host."""
-        kinds = {NEW_ROWS: "index", **self.formats[layer].kinds}
-        with self._one_for_all():
-            for part, its in zip(self._parts, self._divided(layer, tensors), strict=True):
-                named = [NamedTensor(name=name, tensor=its[name], kind=kinds[name]) for name in its]
-                part.send_layer(layer, named)
-
-    def _divided(self, layer: int, tensors: Tensors) -> Sequence[Tensors]:
         fmt, number = self.formats[layer], len(self._parts)
-        if number == 1:
-            return (tensors,)
-        try:
-            return delta_parts(fmt, tensors, number) if NEW_ROWS in tensors else fmt.parts(tensors, number)
-        except InvalidTensors as error:
-            raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
+        kinds = {NEW_ROWS: "index", **fmt.kinds}
+        divided: Sequence[Tensors] = (tensors,)
+        if number > 1:
+            try:
+                divided = (
+                    delta_parts(fmt, tensors, number) if NEW_ROWS in tensors else fmt.parts(tensors, number)
+                )
+            except InvalidTensors as error:
+                self._abort_parts(error.reason)
+                raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
+        for part, its in zip(self._parts, divided, strict=True):
+            named = [NamedTensor(name=name, tensor=its[name], kind=kinds[name]) for name in its]
+            part.send_layer(layer, named)
 
     def finish(self, end: EndRecord) -> None:
         """See `OutgoingTransfer.finish`. The first rank's part has the first token."""
-        with self._one_for_all():
-            for part in self._parts:
-                part.finish(end)
-                end = replace(end, first_token=None)
+        for part in self._parts:
+            part.finish(end)
+            end = replace(end, first_token=None)
 
     def wait(self, timeout_s: float) -> float:
         """See `OutgoingTransfer.wait`: the seconds of the part that took longest."""
         deadline_s = time.monotonic() + timeout_s
         first = self._parts[0]
         first.wait_for(lambda: any(its.has_failed for its in self._parts) or self.is_over, timeout_s)
-        with self._one_for_all():
-            in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
-            return max(its.wait(max(0.0, deadline_s - time.monotonic())) for its in in_order)
-
-    @contextmanager
-    def _one_for_all(self) -> Iterator[None]:
-        """If a part fails here, all end. Raises: why the transfer failed first."""
         try:
-            yield
-        except KvferryError as error:
-            if (first := self.fail(error)) is not error:
-                raise first from error
+            in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
+            return max([its.wait(max(0.0, deadline_s - time.monotonic())) for its in in_order])
+        except BaseException:
+            self._abort_parts("aborted")
             raise
 
     def abort(self, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
+        self._abort_parts(reason)
+
+    def _abort_parts(self, reason: str) -> None:
         for part in self._parts:
             part.abort(reason)
-
-    def fail(self, error: KvferryError) -> KvferryError:
-        """End the transfer. Idempotent. Returns: why it failed first."""
-        self.abort(error.reason)
-        return error
 
     def redirect(self, ticket: Ticket) -> None:
         """See `OutgoingTransfer.redirect`. Several parts are not sent again, nor one in several."""
@@ -216,7 +204,7 @@ class PromptTransfer:
 
     @property
     def is_over(self) -> bool:
-        return all(its.is_over for its in self._parts)
+        return all([its.is_over for its in self._parts])
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -321,14 +309,12 @@ class PrefillRanks:
             raise
         return transfer
 
-    def abort(self, key: TransferKey, reason: str) -> None:
-        """Abort the others' parts, also while a pass runs."""
+    def end(self, key: TransferKey, reason: str = "") -> None:
+        """Nothing more is wanted of a transfer. Args: reason: to abort it, also while a pass runs."""
         assert self._lead is not None, "there are other ranks"
-        self._lead.aside((key, reason))
-
-    def forget(self, key: TransferKey) -> None:
-        """Nothing more is wanted of a transfer."""
-        if self._transfers.pop(key, None) is not None and self._lead is not None:
+        if reason:
+            self._lead.aside((key, reason))
+        if self._transfers.pop(key, None) is not None:
             with suppress(WorkerUnavailable):  # nothing is left of a lost rank
                 self._lead.call("forget", key)
 
@@ -372,19 +358,25 @@ class RankedTransfer(PromptTransfer):
     def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Returns when all ranks have given the layer to their senders, so
         that the prompt's pass waits for the slowest of them here. Args: tensors: of this rank's heads."""
-        super().send_layer(layer, tensors)
+        with self._one_for_all():
+            super().send_layer(layer, tensors)
         what = f"layer {layer} was not sent"
         self._await(lambda: min(self._sent.values()) >= layer, self._deadline_s, what)
-        if layer == len(self.formats) - 1:
-            for rank in sorted(self._rows):
-                self.rows.add_heads(self._rows[rank])
+        for rank in sorted(self._sent) if layer == len(self.formats) - 1 else ():
+            self.rows.add_heads(self._rows[rank])
+
+    def finish(self, end: EndRecord) -> None:
+        """See `OutgoingTransfer.finish`. The others have finished theirs."""
+        with self._one_for_all():
+            super().finish(end)
 
     def wait(self, timeout_s: float) -> float:
         """See `OutgoingTransfer.wait`: the seconds of the rank that took longest."""
         deadline_s = time.monotonic() + timeout_s
-        own_s = super().wait(timeout_s)
+        with self._one_for_all():
+            own_s = super().wait(timeout_s)
         self._await(lambda: len(self._seconds) == len(self._sent), deadline_s, "it was not acknowledged")
-        self._ranks.forget(self._key)
+        self._ranks.end(self._key)
         return max(own_s, *self._seconds.values())
 
     def abort(self, reason: str) -> None:
@@ -427,16 +419,25 @@ class RankedTransfer(PromptTransfer):
         self.fail(type(error)(f"rank {rank}: {error.message}", reason=error.reason))
 
     def fail(self, error: KvferryError, *, reason: str = "") -> KvferryError:
-        """See `PromptTransfer.fail`: in all ranks."""
+        """End the transfer in all ranks. Idempotent. Returns: why it failed first."""
         with self._condition:
             if self._error is not None:
                 return self._error
             self._error = error
             self._condition.notify_all()
-        super().abort(reason or error.reason)
-        self._ranks.abort(self._key, reason or error.reason)
-        self._ranks.forget(self._key)
+        self._abort_parts(reason or error.reason)
+        self._ranks.end(self._key, reason or error.reason)
         return error
+
+    @contextmanager
+    def _one_for_all(self) -> Iterator[None]:
+        """If this rank's heads fail here, all do. Raises: why the transfer failed first."""
+        try:
+            yield
+        except KvferryError as error:
+            if (first := self.fail(error)) is not error:
+                raise first from error
+            raise
 
     def _await(self, is_so: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Raises: why the transfer failed; TransferFailed ("timeout"): it is not so by then."""

@@ -137,7 +137,7 @@ class PromptPass:
         assert self._job.transfer is not None, "layers were shipped"
         self.times.pack_s += self._job.transfer.sending_s
         # not before: the device would have nothing queued while a layer's time is waited for
-        self.times.compress_s += sum(elapsed_s() for elapsed_s in self._compressing)
+        self.times.compress_s += sum([elapsed_s() for elapsed_s in self._compressing])
         assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
 
@@ -168,9 +168,10 @@ class PromptPass:
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """See `PrefillObserver.history`. Raises Cancelled, HistoryMiss."""
         turn = self._job.turn
+        if turn is None or not self._start:
+            self._pauses.allowed = self._pauses_in_model
+            return None
         with self._loading():
-            if turn is None or not self._start:
-                return None
             number = self._model.spec.row_numbers[layer]
             arrived = turn.load_prepared(number, lambda rows: self._copies.upload(self._distinct(*rows)))
             return None if arrived is None else self._rows(arrived())

@@ -178,9 +178,8 @@ def all_positions(num_kv_heads: int, num_tokens: int) -> Positions:
 def head_positions(fmt: LayerFormat, tensors: Tensors) -> HeadPositions:
     """The positions that each KV head of a layer selected, on the host; see
     `LayerFormat.positions_by_head`."""
-    return tuple(
-        None if its is None else its.cpu().numpy().astype(np.int32) for its in fmt.positions_by_head(tensors)
-    )
+    heads = fmt.positions_by_head(tensors)
+    return tuple([None if its is None else its.cpu().numpy().astype(np.int32) for its in heads])
 
 
 def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
