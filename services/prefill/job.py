@@ -234,19 +234,23 @@ class SessionTurns:
             max_reused_tokens=request.max_reused_tokens,
         )
         turn.belong_to(job.router, job.deadline_s + _COMMIT_GRACE_S)
-        if not request.session.is_implicit:
-            self._receiver.expect(
-                request.request_id,
-                job.key,
-                start=len(request.prompt_token_ids),
-                max_tokens=request.sampling.max_tokens,
-            )
+        self.expect(job)
         if turn.reused_tokens:
             job.retained = self._retained(job)
             job.history_source = "fetch" if job.retained is None else "delta"
             self._metrics.history_choices.labels(job.history_source, "order").inc()
         elif request.has_history:
             job.history_source = "recompute"
+
+    def expect(self, job: PrefillJob) -> None:
+        """Let decode return the KV of the turn's generated tokens, if they are part of a session's."""
+        if job.turn is not None and not job.turn.session.is_implicit:
+            self._receiver.expect(
+                job.request.request_id,
+                job.key,
+                start=len(job.request.prompt_token_ids),
+                max_tokens=job.request.sampling.max_tokens,
+            )
 
     def missed(self, job: PrefillJob, miss: HistoryMiss) -> None:
         """Count a failed load and restart the staged turn without cached KV."""

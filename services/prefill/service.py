@@ -205,14 +205,11 @@ class PrefillService:
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        grammar, num_matchers = request.sampling.grammar, 1 + len(request.siblings)
         matchers = []
-        if grammar is not None:
+        if (grammar := request.sampling.grammar) is not None:
             await self._grammars.check(grammar, request.owner)
-            matchers = [
-                await asyncio.to_thread(self._grammars.matcher, grammar, request.owner)
-                for _ in range(num_matchers)
-            ]
+            matcher = partial(self._grammars.matcher, grammar, request.owner)
+            matchers = [await asyncio.to_thread(matcher) for _ in (request.sampling, *request.siblings)]
         job = PrefillJob(
             request,
             self._model.spec,
@@ -231,8 +228,6 @@ class PrefillService:
             with stage("acknowledge"):
                 done = await self._acknowledged(job, first, deadline_s)
             finished = True
-            self._jobs.discard(job)
-            yield done
         except Cancelled as error:
             raise job.cause(error) from None
         except TransferFailed as error:
@@ -243,6 +238,7 @@ class PrefillService:
             if not finished:
                 self._pending.give_up(request.session, request.request_id)
                 self._cancel(job, Cancelled(f"request {request.request_id} was given up"))
+        yield done
 
     async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
         """See `PrefillControl.redirect`."""
@@ -250,13 +246,7 @@ class PrefillService:
         if job is None:
             raise TransferFailed(f"request {request.request_id!r} is not running here", reason="resend")
         await self._in_thread(lambda: job.redirect(request.ticket), timeout_s)
-        if job.turn is not None:
-            self._receiver.expect(
-                request.request_id,
-                job.key,
-                start=len(job.request.prompt_token_ids),
-                max_tokens=job.request.sampling.max_tokens,
-            )
+        self._engine.turns.expect(job)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.commit_turn`.
