@@ -30,7 +30,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.config import ServiceSettings
 from kvferry.shared.process.worker import load_workers_model, start_service
 from kvferry.shared.telemetry.tracing import setup_tracing
-from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.in_process import InProcessHub
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -57,32 +56,17 @@ class InProcessStack:
         torch.set_num_threads(prefill_threads)
         hub = InProcessHub()
         prefill_config = settings_of(
-            PrefillConfig,
-            config,
-            metrics_listen=config.prefill_metrics_listen,
-            threads=str(prefill_threads),
+            PrefillConfig, config, metrics_listen=config.prefill_metrics_listen, threads=str(prefill_threads)
         )
         model = await load_workers_model(prefill_config)
         prefill, prefill_metrics = await start_service(
-            prefill_config,
-            "prefill",
-            model,
-            partial(build_prefill, prefill_config),
-            hub,
-            self._open,
-            certs=Certs(config.certs, "prefill") if config.certs else None,
+            prefill_config, "prefill", model, partial(build_prefill, prefill_config), hub, self._open
         )
         decode_config = settings_of(
             DecodeConfig, config, metrics_listen=config.decode_metrics_listen, threads=str(decode_threads)
         )
         decode, decode_metrics = await start_service(
-            decode_config,
-            "decode",
-            model.twin(),
-            partial(build_decode, decode_config),
-            hub,
-            self._open,
-            certs=Certs(config.certs, "decode") if config.certs else None,
+            decode_config, "decode", model.twin(), partial(build_decode, decode_config), hub, self._open
         )
         metrics = {"prefill_metrics": prefill_metrics, "decode_metrics": decode_metrics}
         router_config = settings_of(RouterConfig, config, worker_metrics=",".join(metrics.values()))

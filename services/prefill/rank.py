@@ -29,7 +29,6 @@ from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
 from kvferry.shared.model.parallel.follower import FollowingRank
 from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.process.worker import ProcessTransport
-from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.sender import BlockSender
 
@@ -157,8 +156,7 @@ class PrefillRank(FollowingRank):
             self._sender.close()
         self._copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
-        certs = Certs(settings.certs, "prefill") if settings.certs else None
-        self._sender = ProcessTransport(settings, certs).sender(
+        self._sender = ProcessTransport(settings, "prefill").sender(
             buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
             timeout_s=settings.transfer_timeout_s,
             on_connected=lambda transport: self.note(("connected", transport)),

@@ -67,8 +67,9 @@ class BlockTransport(Protocol):
 class ProcessTransport:
     """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
-    def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
-        """Raises: ConfigurationError: see `make_transport`."""
+    def __init__(self, settings: WorkerSettings, role: Role) -> None:
+        """Raises: ConfigurationError: see `Certs` and `make_transport`."""
+        certs = Certs.of(settings.certs, role)
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
         self._keys = certs.block_keys() if certs is not None else None
@@ -115,8 +116,7 @@ class RankTransport:
         names = ("block_listen", "block_advertise")
         addresses = {name: _address_of_rank(getattr(self.settings, name), rank) for name in names}
         settings = self.settings.model_copy(update=addresses)
-        certs = Certs(settings.certs, self.role) if settings.certs else None
-        return ProcessTransport(settings, certs).server(sink, on_late_block=on_late_block)
+        return ProcessTransport(settings, self.role).server(sink, on_late_block=on_late_block)
 
 
 def _address_of_rank(address: str, rank: int) -> str:
@@ -175,15 +175,17 @@ async def run_worker(
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
-        certs = Certs(settings.certs, role) if settings.certs else None
-        transport = ProcessTransport(settings, certs)
+        transport = ProcessTransport(settings, role)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await _load_model(settings, stack, follower_class)
-        service, metrics = await start_service(settings, role, model, build, transport, stack, certs=certs)
+        service, metrics = await start_service(settings, role, model, build, transport, stack)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
-            listen=settings.listen, certs=certs, with_reflection=settings.grpc_reflection, **interface
+            listen=settings.listen,
+            certs=Certs.of(settings.certs, role),
+            with_reflection=settings.grpc_reflection,
+            **interface,
         )
         stack.push_async_callback(control.close, _END_STREAMS_S)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
@@ -238,19 +240,16 @@ async def start_service(
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
-    *,
-    certs: Certs | None = None,
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
-    Args: certs: the service's, with which its metrics are served, and whose end they tell.
     Returns: the service and the address of its metrics.
     """
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
     registry.register(KernelCalls(role, model.device))
     registry.register(KernelQuarantine(role))
-    if certs is not None:
+    if (certs := Certs.of(settings.certs, role)) is not None:
         certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready, certs=certs)

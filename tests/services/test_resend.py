@@ -59,7 +59,7 @@ class Stack:
         """Args: in_parts: the decode services that take a prompt in parts, with their models."""
         self.model = model
         settings = DecodeConfig(tensor_parallel=2)
-        self.hub = ProcessTransport(settings, None) if in_parts else InProcessHub()
+        self.hub = ProcessTransport(settings, "decode") if in_parts else InProcessHub()
         self.prefill_metrics, self.router_metrics = PrefillMetrics(), RouterMetrics()
         self.blocks_before_death: int | None = None
         self.dying: asyncio.Task[None] | None = None

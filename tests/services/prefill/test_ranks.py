@@ -97,7 +97,7 @@ async def started(
         **{"tensor_parallel": 2, "transfer_timeout_s": 20.0, "history_bytes": 1 << 24} | options
     )
     metrics, model = PrefillMetrics(), ControlledModel(several)
-    transport = ProcessTransport(config, Certs(config.certs, "prefill") if config.certs else None)
+    transport = ProcessTransport(config, "prefill")
     ranks = [Decode(keys) for _ in range(num_ranks)]
     store = build_store(config, spec=several.spec, metrics=metrics)
     sender = transport.sender(

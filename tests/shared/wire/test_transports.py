@@ -17,7 +17,6 @@ from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.worker import ProcessTransport
-from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.transports import make_transport
 from kvferry.tools.certs import make_certs
 
@@ -54,8 +53,8 @@ def test_the_pages_example_carries_a_transfer(install: Install, tmp_path: Path, 
         make_certs(tmp_path / "certs", days=2, everything=False)
         options["certs"] = str(tmp_path / "certs")
     ends = [
-        ProcessTransport(config, Certs(config.certs, role) if config.certs else None)
-        for config, role in ((PrefillConfig(**options), "prefill"), (DecodeConfig(**options), "decode"))
+        ProcessTransport(PrefillConfig(**options), "prefill"),
+        ProcessTransport(DecodeConfig(**options), "decode"),
     ]
     sink, connected = RecordingSink(), list[str]()
     server = ends[1].server(sink)
