@@ -12,7 +12,7 @@ from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.serving import end_process
 from kvferry.shared.process.worker import BlockTransport, RankTransport, run_worker
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 

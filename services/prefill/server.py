@@ -22,7 +22,7 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.serving import end_process
 from kvferry.shared.process.worker import BlockTransport, run_worker
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys

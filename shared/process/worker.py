@@ -28,9 +28,14 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.process.config import WorkerSettings
-from kvferry.shared.process.device_loss import end_process
 from kvferry.shared.process.logging import setup_logging
-from kvferry.shared.process.serving import close_within, end_within, serve_until_signal, share_free_memory
+from kvferry.shared.process.serving import (
+    close_within,
+    end_process,
+    end_within,
+    serve_until_signal,
+    share_free_memory,
+)
 from kvferry.shared.telemetry.metrics import certificate_expiry
 from kvferry.shared.telemetry.metrics_server import serve_metrics
 from kvferry.shared.telemetry.tracing import setup_tracing
