@@ -153,15 +153,10 @@ class _Child:
     """A child process and its reports."""
 
     def __init__(self, ops: Sequence[str], shape: BatchShape, command: Sequence[str]) -> None:
+        names = {"dtype": str(shape.dtype).removeprefix("torch."), "device": str(shape.device)}
         task = {
             "ops": list(ops),
-            "num_kv_heads": shape.num_kv_heads,
-            "group_size": shape.group_size,
-            "head_dim": shape.head_dim,
-            "has_windows": shape.has_windows,
-            "has_plain_softmax": shape.has_plain_softmax,
-            "dtype": str(shape.dtype).removeprefix("torch."),
-            "device": str(shape.device),
+            "shape": vars(shape) | names,
             "mode": dispatch.mode(),
             "num_threads": torch.get_num_threads(),
         }
@@ -286,24 +281,15 @@ def run_child(arguments: Sequence[str]) -> int:
         reports.write(json.dumps(fields) + "\n")
 
     task = json.loads(arguments[0])
-    device = torch.device(task["device"])
+    given = task["shape"]
+    assert given["dtype"] in get_args(DTypeName)
+    device = torch.device(given["device"])
+    shape = BatchShape(**given | {"dtype": TORCH_DTYPES[given["dtype"]], "device": device})
     torch.set_num_threads(task["num_threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         _load_libraries(device)
     dispatch.configure(task["mode"], device)
-    assert task["dtype"] in get_args(DTypeName)
-    shape = BatchShape(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=task["num_kv_heads"],
-        group_size=task["group_size"],
-        head_dim=task["head_dim"],
-        has_windows=task["has_windows"],
-        has_plain_softmax=task["has_plain_softmax"],
-        dtype=TORCH_DTYPES[task["dtype"]],
-        device=device,
-    )
     report(phase="ready")
     for op in task["ops"]:
         finding = run_op(op, shape, report)
