@@ -17,15 +17,9 @@ from kvferry.shared.process.worker import BlockTransport, RankTransport, run_wor
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 
 
-async def run(config: DecodeConfig, *, ends_process: bool = False) -> None:
+async def run(config: DecodeConfig) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(
-        config,
-        "decode",
-        partial(build_service, config),
-        ends_process=ends_process,
-        follower_class=DECODE_RANK,
-    )
+    await run_worker(config, "decode", partial(build_service, config), follower_class=DECODE_RANK)
 
 
 async def build_service(

@@ -236,7 +236,7 @@ def prefill(config: PrefillConfig) -> int:
     """Run prompts, compress and ship their KV, and keep sessions' history."""
     from kvferry.services.prefill.server import run
 
-    asyncio.run(run(config, ends_process=True))
+    asyncio.run(run(config))
     return 0
 
 
@@ -245,5 +245,5 @@ def decode(config: DecodeConfig) -> int:
     """Receive compressed KV and generate."""
     from kvferry.services.decode.server import run
 
-    asyncio.run(run(config, ends_process=True))
+    asyncio.run(run(config))
     return 0

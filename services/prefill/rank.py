@@ -48,24 +48,14 @@ class Shipment:
     """
 
     def __init__(
-        self,
-        key: TransferKey,
-        transfer: PromptTransfer,
-        copies: HostCopies,
-        note: Callable[[tuple[object, ...]], None],
-        *,
-        timeout_s: float,
-        pool: ThreadPoolExecutor,
-        waiters: ThreadPoolExecutor,
+        self, rank: PrefillRank, key: TransferKey, transfer: PromptTransfer, timeout_s: float
     ) -> None:
         """Args: timeout_s: for all of it."""
+        self._rank = rank
         self._key = key
         self._transfer = transfer
-        self._copies = copies
-        self._note = note
         self._timeout_s = timeout_s
-        self._waiters = waiters
-        self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
+        self._handing = HandOver(rank.pool, Heartbeat(time.monotonic, "cpu"))
         self._num_taken = 0
         self._failed = threading.Event()
 
@@ -77,7 +67,7 @@ class Shipment:
         try:
             if isinstance(part, Exception):
                 raise part
-            send = self._transfer.begin_layer(layer, part, self._copies, time.monotonic)
+            send = self._transfer.begin_layer(layer, part, self._rank.copies, time.monotonic)
         except Exception as error:
             self._fail(error)
             return
@@ -98,16 +88,17 @@ class Shipment:
             is_last = layer == len(self._transfer.formats) - 1
             if is_last:
                 self._transfer.finish(EndRecord(key=self._key, num_blocks=0, payload_bytes=0))
-            self._note(("sent", self._key, layer, self._transfer.rows if is_last else None))
+            self._rank.note(("sent", self._key, layer, self._transfer.rows if is_last else None))
             if is_last:
-                self._waiters.submit(self._wait)
+                self._rank.waiters.submit(self._wait)
         except Exception as error:
             self._fail(error)
 
     def _wait(self) -> None:
         try:
-            transfer, transfer_s = self._transfer, self._transfer.wait(self._timeout_s)
-            self._note(("acknowledged", self._key, transfer_s, transfer.bytes_by_kind, transfer.resent_bytes))
+            transfer, seconds = self._transfer, self._transfer.wait(self._timeout_s)
+            word = ("acknowledged", self._key, seconds, transfer.bytes_by_kind, transfer.resent_bytes)
+            self._rank.note(word)
         except Exception as error:
             self._fail(error)
 
@@ -118,21 +109,25 @@ class Shipment:
         if not isinstance(error, KvferryError):
             _log.error("a rank cannot ship its heads", exc_info=error)
             error = KvferryError(f"{type(error).__name__}: {error}", reason="internal")
-        self._note(("failed", self._key, error.with_traceback(None)))
+        self._rank.note(("failed", self._key, error.with_traceback(None)))
 
 
 class PrefillRank(FollowingRank):
-    """What is here is named by the transfers' keys, as in the messages."""
+    """What is here is named by the transfers' keys, as in the messages.
+
+    Attributes: copies: to the host, once the rank has started; pool: hands layers over; waiters: wait for
+        acknowledgements.
+    """
 
     def __init__(self, commands: Connection, notes: Connection) -> None:
         super().__init__(commands, notes)
         self._sender: BlockSender | None = None
         self._timeout_s = 0.0
-        self._copies: HostCopies | None = None
+        self.copies = HostCopies()
         self._shipments: dict[TransferKey, Shipment] = {}
         # A cancelled pass may still be handing a layer over when the next one begins.
-        self._pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
-        self._waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
+        self.pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
+        self.waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
 
     def take_aside(self, word: tuple[TransferKey, str]) -> None:
         key, reason = word
@@ -154,7 +149,7 @@ class PrefillRank(FollowingRank):
         self._shipments.clear()
         if self._sender is not None:
             self._sender.close()
-        self._copies = host_copies(self.model.device)
+        self.copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
         self._sender = ProcessTransport(settings, "prefill").sender(
             buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
@@ -181,7 +176,7 @@ class PrefillRank(FollowingRank):
         """
         key = manifest.key
         try:
-            if self._sender is None or self._copies is None:
+            if self._sender is None:
                 raise TransferFailed("the rank has no block sender", reason="closed")
             transfer = PromptTransfer(
                 self._sender, ticket, manifest, make_formats(self.model.spec, plan),
@@ -191,15 +186,7 @@ class PrefillRank(FollowingRank):
         except KvferryError as error:
             self.note(("failed", key, error.with_traceback(None)))
             return
-        self._shipments[key] = Shipment(
-            key,
-            transfer,
-            self._copies,
-            self.note,
-            timeout_s=timeout_s,
-            pool=self._pool,
-            waiters=self._waiters,
-        )
+        self._shipments[key] = Shipment(self, key, transfer, timeout_s)
 
     def forget(self, key: TransferKey) -> None:
         """Nothing more is wanted of a transfer; it is aborted if it is not over."""

@@ -37,15 +37,9 @@ _DISK_TURN_TIMEOUT_S = 30.0
 log = structlog.get_logger(__name__)
 
 
-async def run(config: PrefillConfig, *, ends_process: bool = False) -> None:
+async def run(config: PrefillConfig) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(
-        config,
-        "prefill",
-        partial(build_service, config),
-        ends_process=ends_process,
-        follower_class=PREFILL_RANK,
-    )
+    await run_worker(config, "prefill", partial(build_service, config), follower_class=PREFILL_RANK)
 
 
 async def build_service(

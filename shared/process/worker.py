@@ -163,15 +163,11 @@ async def run_worker(
     role: Role,
     build: Build[ServiceT],
     *,
-    ends_process: bool = False,
     follower_class: str = FOLLOWER,
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; then the process ends in bounded time even if a thread is stuck.
 
-    Args:
-        ends_process: after the signal, end the process in bounded time even if a thread is stuck.
-        follower_class: as of `LeadingRank`, if there are several ranks.
-
+    Args: follower_class: as of `LeadingRank`, if there are several ranks.
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
     share_free_memory()
@@ -195,8 +191,7 @@ async def run_worker(
         stack.push_async_callback(control.close, _END_STREAMS_S)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
         await serve_until_signal(role, info, settings.ready_file)
-        if ends_process:
-            end_within(settings.shutdown_timeout_s + _END_STREAMS_S + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
+        end_within(settings.shutdown_timeout_s + _END_STREAMS_S + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
         await control.announce_end()
         await service.drain(settings.shutdown_timeout_s)
 
