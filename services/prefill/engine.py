@@ -20,7 +20,7 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
-from kvferry.services.prefill.parts import PrefillRanks, PromptTransfer
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
@@ -333,7 +333,7 @@ class PrefillEngine:
         self._observe(job, first, layers.times)
         return first
 
-    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> PromptTransfer:
+    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> None:
         """Open the transfer of the final plan."""
         is_final = measured is job.resolved
         with job.lock:
@@ -350,7 +350,6 @@ class PrefillEngine:
                 timeout_s=self._config.transfer_timeout_s,
                 left_s=max(0.0, job.deadline_s - self._clock()),
             )
-            return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:
         request, resolved = job.request, job.resolved

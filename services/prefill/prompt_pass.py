@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
@@ -71,7 +70,7 @@ class PromptPass:
         model: LanguageModel,
         copies: HostCopies,
         pauses: Pauses | None,
-        open_transfer: Callable[[ResolvedPlan], PromptTransfer],
+        open_transfer: Callable[[ResolvedPlan], None],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],
