@@ -34,7 +34,17 @@ _MAX_BACKOFF_S = 10.0
 _STABLE_S = 60.0
 _POLL_S = 0.05
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-_SHARED_IMPORTS = "kvferry.services.launcher.shared_imports"
+SHARED_IMPORTS = (
+    "transformers.activations",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "kvferry.services.decode.server",
+    "kvferry.services.prefill.server",
+    "kvferry.services.router.server",
+    "kvferry.services.launcher.cli",
+)
+"""What services need that are forked from one process. Importing it starts no thread, looks for no device and
+opens nothing: these do not survive a fork."""
 
 
 def may_use_gpu(device: str) -> bool:
@@ -53,8 +63,10 @@ def process_context(device: str) -> ForkServerContext | SpawnContext:
     """
     if may_use_gpu(device) or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
+    # NumPy's BLAS starts threads when it is imported. The services compute in torch, with threads of its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_SHARED_IMPORTS])
+    context.set_forkserver_preload(list(SHARED_IMPORTS))
     return context
 
 
