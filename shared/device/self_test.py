@@ -34,22 +34,17 @@ from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec,
 
 _log = structlog.get_logger(__name__)
 
-START_S = 180.0
-"""How long a child may take to import torch and use the device."""
-COMPILE_S = 300.0
-"""How long a case may take to compile; in Triton's interpreter it also runs in this time."""
-RUN_S = 5.0
-"""How long a launched case may take."""
 COMMAND = (sys.executable, "-P", "-m", "kvferry.shared.device.self_test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits of a child; see the constants."""
+    """How long a child may take to import torch and use the device, and a case to compile (in Triton's
+    interpreter it also runs in this time) and to run once it is launched."""
 
-    start_s: float = START_S
-    compile_s: float = COMPILE_S
-    run_s: float = RUN_S
+    start_s: float = 180.0
+    compile_s: float = 300.0
+    run_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,16 +94,16 @@ def run_app(app: App, arguments: Sequence[str]) -> NoReturn:
         if apps[-1].default_command is None and not rest:
             app.help_print(chain, console=app.error_console)
             raise SystemExit(EXIT_USAGE)
-        code = app(arguments) or 0
+        raise SystemExit(app(arguments) or 0)
     except CycloptsError as error:
-        exit_with_usage(f"{error} See {name} --help.", name)
+        code, told = EXIT_USAGE, f"{error} See {name} --help."
     except ConfigurationError as error:
-        exit_with_usage(error.message, name)
+        code, told = EXIT_USAGE, error.message
     except KvferryError as error:
-        sys.stderr.write(f"{name}: {error.message}\n")
-        code = EXIT_FAILED
+        code, told = EXIT_FAILED, error.message
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    sys.stderr.write(f"{name}: {told}\n")
     raise SystemExit(code)
 
 
@@ -126,12 +126,6 @@ def option_name(field: str) -> str:
 
 def variable_name(field: str) -> str:
     return f"{ENV_PREFIX}{field.upper()}"
-
-
-def exit_with_usage(message: str, command: str) -> NoReturn:
-    """End the process with the message on stderr and exit code 2."""
-    sys.stderr.write(f"{command}: {message}\n")
-    raise SystemExit(EXIT_USAGE)
 
 
 def _option(field: str, info: FieldInfo) -> inspect.Parameter:
