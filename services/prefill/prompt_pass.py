@@ -50,7 +50,7 @@ class PromptPass:
     """Implements `DividingObserver` and `LayerStates` for one prompt.
 
         layer_done ──► compress ──────────────────────────────────────────┐
-        layer_done ──► measure, wait ──► pass ends ──► draft ──► compress ─┼──► ship, stage
+        layer_done ──► measure, wait ──► pass ends ──► draft ──► compress ┼──► ship, stage
         layer_compressed, store ──────────────────────────────────────────┘
 
     Layers wait if the plan measures its layer budgets or drafts; the transfer is opened when they need not
