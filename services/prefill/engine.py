@@ -236,15 +236,12 @@ class PrefillEngine:
     def _probe(self) -> None:
         token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
         self._model.prefill(token, start=0, observer=CollectingPass(self._model))
-        self._progress()
-
-    def _progress(self) -> None:
         self.heartbeat.last_s = self._clock()
         self._has_worked = True
 
     def _layer_done(self, started: Started, layer: int) -> None:
         started.fraction = (layer + 1) / self._model.spec.num_layers
-        self._progress()
+        self.heartbeat.last_s = self._clock()
 
     def _work(self, job: PrefillJob) -> float:
         """A prompt's work, in arbitrary units: its tokens' projections, and their attention."""
@@ -312,15 +309,16 @@ class PrefillEngine:
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
         self.turns.end(job, rows)
+        ran_s = started.ran_s(now_s)
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
             method=job.resolved.method,
             reused_tokens=job.num_reused,
             full_bytes=spec.full_bytes(len(request.prompt_token_ids)),
-            prefill_s=started.ran_s(now_s),
+            prefill_s=ran_s,
             compress_s=layers.times.compress_s,
-            queue_s=now_s - job.submitted_s - started.ran_s(now_s),
+            queue_s=now_s - job.submitted_s - ran_s,
             reuse_source=turn.reuse_source if turn is not None else "session",
             retained_fractions=kept_fractions(
                 rows.positions, num_tokens=job.resolved.num_prompt_tokens, num_bins=request.retained_bins

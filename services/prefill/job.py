@@ -273,7 +273,7 @@ class SessionTurns:
             transfer_id=job.key.transfer_id,
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             num_tokens=job.resolved.num_prompt_tokens,
-            layers=tuple(map(rows.plain, range(len(job.formats)))),
+            layers=rows.layers(),
         )
         # Rows recomputed after a miss may differ from those of earlier turns.
         self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)

@@ -96,6 +96,8 @@ class PromptPass:
         self._pauses = pauses or Pauses(lambda: None)
         self._is_long = pauses is not None
         self._pauses_in_model = model.num_ranks == 1
+        self._num_distinct = 1 if model.spec.latent_dim else 2
+        """Of K and V, how many are copied: of latent rows V is a view of K."""
         self._open_transfer = open_transfer
         self._progress = progress
         self._heartbeat = heartbeat
@@ -172,7 +174,7 @@ class PromptPass:
             return None
         with self._loading():
             number = self._model.spec.row_numbers[layer]
-            arrived = turn.load_prepared(number, lambda rows: self._copies.upload(self._distinct(*rows)))
+            arrived = turn.load_prepared(number, lambda rows: self._copies.upload(rows[: self._num_distinct]))
             return None if arrived is None else self._rows(arrived())
 
     def load(self, layer: int) -> Tensors | None:
@@ -227,8 +229,8 @@ class PromptPass:
             num_tokens = self._job.resolved.num_prompt_tokens
             self._stage(
                 tuple(tensors.values()),
-                lambda turn, copied: turn.append_state(
-                    layer, dict(zip(tensors, copied, strict=True)), num_tokens
+                lambda turn, arrived: turn.append_state(
+                    layer, dict(zip(tensors, arrived, strict=True)), num_tokens
                 ),
             )
 
@@ -315,7 +317,8 @@ class PromptPass:
     def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
         """The layer with K and V on another device."""
         inputs = layer.inputs
-        keys, values = self._rows([its.to(device) for its in self._distinct(inputs.keys, inputs.values)])
+        distinct = (inputs.keys, inputs.values)[: self._num_distinct]
+        keys, values = self._rows([its.to(device) for its in distinct])
         return replace(layer, inputs=replace(inputs, keys=keys, values=values))
 
     # ---- a layer ----------------------------------------------------------------------------------------
@@ -350,8 +353,8 @@ class PromptPass:
         """Stage the new tokens' rows in the session's history."""
         if self._job.turn is not None:
             assert rows is not None, "history needs rows"
-            number = self._model.spec.row_numbers[layer]
-            self._stage(self._distinct(*rows), lambda turn, copied: turn.append(number, *self._rows(copied)))
+            number, copied = self._model.spec.row_numbers[layer], rows[: self._num_distinct]
+            self._stage(copied, lambda turn, arrived: turn.append(number, *self._rows(arrived)))
 
     def _stage(
         self, tensors: Sequence[Tensor], append: Callable[[StagedTurn, Sequence[Tensor]], None]
@@ -368,11 +371,7 @@ class PromptPass:
 
         self._handing.work.append(staged)
 
-    def _distinct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """K and V, or of latent rows K alone."""
-        return (keys,) if self._model.spec.latent_dim else (keys, values)
-
-    def _rows(self, distinct: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V; of latent rows V is a view of K."""
-        keys, *values = distinct
+    def _rows(self, arrived: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V, of which those were copied that are no views."""
+        keys, *values = arrived
         return keys, values[0] if values else keys[..., : self._model.spec.latent_dim]

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -314,10 +315,10 @@ class ShippedRows:
             self.positions[layer] += heads
         self.saved_bytes += other.saved_bytes
 
-    def plain(self, layer: int) -> Positions | None:
-        """As `RetainedRows.layers`, of a layer of plain rows."""
-        heads = [its for its in self.positions[layer] if its is not None]
-        return np.stack(heads) if heads else None
+    def layers(self) -> tuple[Positions | None, ...]:
+        """As `RetainedRows.layers`, where every layer has plain rows."""
+        heads = [self.positions[layer] for layer in sorted(self.positions)]
+        return tuple([None if its[0] is None else np.stack(cast("list[Positions]", its)) for its in heads])
 
 
 class ShippedSelections:
