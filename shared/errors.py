@@ -256,10 +256,3 @@ class UnsupportedModel(KvferryError):
 class ConfigurationError(KvferryError):
     category = "configuration"
     grpc_status = "FAILED_PRECONDITION"
-
-
-def without_text(error: BaseException) -> str:
-    """What traces say of an error: of a caller's mistake not its message, which quotes the request."""
-    if isinstance(error, InvalidRequest):
-        return f"{type(error).__name__}: {error.reason}"
-    return str(error)

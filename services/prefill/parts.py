@@ -162,8 +162,8 @@ class PromptTransfer:
             except InvalidTensors as error:
                 self._abort_parts(error.reason)
                 raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
-        for part, its in zip(self._parts, divided, strict=True):
-            named = [NamedTensor(name=name, tensor=its[name], kind=kinds[name]) for name in its]
+        for part, heads in zip(self._parts, divided, strict=True):
+            named = [NamedTensor(name=name, tensor=heads[name], kind=kinds[name]) for name in heads]
             part.send_layer(layer, named)
 
     def finish(self, end: EndRecord) -> None:
@@ -179,7 +179,7 @@ class PromptTransfer:
         first.wait_for(lambda: any(its.has_failed for its in self._parts) or self.is_over, timeout_s)
         try:
             in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
-            return max([its.wait(max(0.0, deadline_s - time.monotonic())) for its in in_order])
+            return max([part.wait(max(0.0, deadline_s - time.monotonic())) for part in in_order])
         except BaseException:
             self._abort_parts("aborted")
             raise
@@ -204,7 +204,7 @@ class PromptTransfer:
 
     @property
     def is_over(self) -> bool:
-        return all([its.is_over for its in self._parts])
+        return all([part.is_over for part in self._parts])
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:

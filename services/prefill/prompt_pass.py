@@ -63,7 +63,7 @@ class PromptLogprobs:
         following = self._token_ids[first + 1 : first + 1 + logits.shape[0]]
         logprobs = logits[: len(following)].to(torch.float64).log_softmax(-1)
         own = logprobs[range(len(following)), list(following)].tolist()
-        values, ids = (its.tolist() for its in logprobs.topk(min(self._count, logprobs.shape[1])))
+        values, ids = (top.tolist() for top in logprobs.topk(min(self._count, logprobs.shape[1])))
         for i, token_id in enumerate(following):
             self.tokens.append(
                 SampledToken(
@@ -213,7 +213,7 @@ class PromptPass:
             state = turn.load_state(layer) if turn is not None else None
         if state is None:
             return None
-        return {name: its[None].to(self._model.device, copy=True) for name, its in state.items()}
+        return {name: tensor[None].to(self._model.device, copy=True) for name, tensor in state.items()}
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
@@ -250,7 +250,7 @@ class PromptPass:
     def store(self, layer: int, state: Tensors) -> None:
         """See `LayerStates.store`. Raises Cancelled, TransferFailed."""
         with self._handing_over(layer):
-            tensors = {name: its[0].contiguous() for name, its in state.items()}
+            tensors = {name: tensor[0].contiguous() for name, tensor in state.items()}
             if self._num_draft:
                 self._states[layer] = tensors
             if layer >= self._shipped_layers:
@@ -332,7 +332,7 @@ class PromptPass:
 
         drafted = add_draft(
             self._model,
-            [its.inputs for its in self._waiting],
+            [layer.inputs for layer in self._waiting],
             logits=logits,
             num_draft=self._num_draft,
             states=self._states,
@@ -347,7 +347,7 @@ class PromptPass:
         """The layer with K and V on another device."""
         inputs = layer.inputs
         distinct = (inputs.keys, inputs.values)[: self._num_distinct]
-        keys, values = self._rows([its.to(device) for its in distinct])
+        keys, values = self._rows([rows.to(device) for rows in distinct])
         return replace(layer, inputs=replace(inputs, keys=keys, values=values))
 
     # ---- a layer ----------------------------------------------------------------------------------------

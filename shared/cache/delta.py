@@ -145,7 +145,7 @@ class RetainedChain:
 
     def of_heads(self, first: int, number: int) -> RetainedChain:
         """As `RetainedRows.of_heads`."""
-        return RetainedChain(selections=tuple(its.of_heads(first, number) for its in self.selections))
+        return RetainedChain(selections=tuple(rows.of_heads(first, number) for rows in self.selections))
 
     def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
         """Find the retained rows of these tokens.
@@ -180,7 +180,7 @@ def head_positions(fmt: LayerFormat, tensors: Tensors) -> HeadPositions:
     """The positions that each KV head of a layer selected, on the host; see
     `LayerFormat.positions_by_head`."""
     heads = fmt.positions_by_head(tensors)
-    return tuple([None if its is None else its.cpu().numpy().astype(np.int32) for its in heads])
+    return tuple([None if head is None else head.cpu().numpy().astype(np.int32) for head in heads])
 
 
 def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
@@ -317,8 +317,10 @@ class ShippedRows:
 
     def layers(self) -> tuple[Positions | None, ...]:
         """As `RetainedRows.layers`, where every layer has plain rows."""
-        heads = [self.positions[layer] for layer in sorted(self.positions)]
-        return tuple([None if its[0] is None else np.stack(cast("list[Positions]", its)) for its in heads])
+        layers = [self.positions[layer] for layer in sorted(self.positions)]
+        return tuple(
+            [np.stack(cast("list[Positions]", heads)) if heads[0] is not None else None for heads in layers]
+        )
 
 
 class ShippedSelections:

@@ -36,6 +36,6 @@ def kept_fractions(
     for _, heads in sorted(positions.items()):
         if not heads:
             continue
-        kept = np.sum([every if its is None else count(its) for its in heads], axis=0)
+        kept = np.sum([every if tokens is None else count(tokens) for tokens in heads], axis=0)
         fractions += (kept / (every * len(heads))).astype(np.float32).tolist()
     return tuple(fractions)

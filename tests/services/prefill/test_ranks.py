@@ -188,7 +188,7 @@ async def test_the_picture_of_kept_rows_is_of_all_heads(several: ParallelModel) 
         positions = {}
         for layer in range(several.spec.num_layers):
             index = [made.ranks[head].sink.rows(key_of(request, head), layer, "index") for head in (0, 1)]
-            positions[layer] = [its[0].numpy() for its in index]
+            positions[layer] = [head[0].numpy() for head in index]
     assert first.retained_fractions == kept_fractions(positions, num_tokens=len(PROMPT), num_bins=10)
 
 
