@@ -183,7 +183,7 @@ def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
 
 
 @app.command(group=TOOLS)
-def new_key(name: str) -> int:
+def new_key(name: str) -> None:
     """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
 
     Parameters
@@ -195,7 +195,6 @@ def new_key(name: str) -> int:
 
     key, entry = new_key(name)
     sys.stdout.write(f"{key}\n\n{entry}")
-    return 0
 
 
 @command(app, StoredConfig, group=OPERATING)
@@ -223,27 +222,24 @@ def keys(config: KeysConfig) -> int:
 
 
 @command(app, RouterConfig, group=SERVICES)
-def router(config: RouterConfig) -> int:
+def router(config: RouterConfig) -> None:
     """Serve the OpenAI HTTP API."""
     from kvferry.services.router.server import run
 
     asyncio.run(run(config))
-    return 0
 
 
 @command(app, PrefillConfig, group=SERVICES)
-def prefill(config: PrefillConfig) -> int:
+def prefill(config: PrefillConfig) -> None:
     """Run prompts, compress and ship their KV, and keep sessions' history."""
     from kvferry.services.prefill.server import run
 
     asyncio.run(run(config))
-    return 0
 
 
 @command(app, DecodeConfig, group=SERVICES)
-def decode(config: DecodeConfig) -> int:
+def decode(config: DecodeConfig) -> None:
     """Receive compressed KV and generate."""
     from kvferry.services.decode.server import run
 
     asyncio.run(run(config))
-    return 0

@@ -58,7 +58,7 @@ def make_app(name: str, description: str, known: Collection[type[Settings]]) -> 
 
 def command(
     app: App, settings: type[S], *, group: str = "Commands", hidden: Collection[str] = ()
-) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
+) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
     """Make a function of settings a subcommand: its name and docstring are the command's, fields are options.
 
     Args:
@@ -66,8 +66,8 @@ def command(
         hidden: fields that are no options of this command.
     """
 
-    def add(run: Callable[[S], int]) -> Callable[[S], int]:
-        def from_options(**given: Any) -> int:
+    def add(run: Callable[[S], int | None]) -> Callable[[S], int | None]:
+        def from_options(**given: Any) -> int | None:
             try:
                 config = settings(**given)
             except ValidationError as error:
