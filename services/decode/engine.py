@@ -43,7 +43,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
+from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 
@@ -175,11 +175,8 @@ class DecodeEngine:
     @property
     def is_wedged(self) -> bool:
         """See `Heartbeat.is_wedged`; for the sweeper's thread."""
-        heartbeat = self.heartbeat  # told a few times a second also while there is no work
-        if self._warm_up is not None or self._clock() - heartbeat.last_s < FRESH_S:
-            heartbeat.mark = None
-            return False
-        return heartbeat.is_wedged(self._thread)
+        # the heartbeat is told a few times a second also while there is no work
+        return self.heartbeat.is_wedged(self._thread, may_rest=self._warm_up is not None)
 
     # ---- the engine's thread -----------------------------------------------------------------------------
 

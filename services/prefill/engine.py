@@ -33,7 +33,7 @@ from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavaila
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.process.freeing_rate import LONGEST_S
-from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
+from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import carrier, stage
 from kvferry.shared.wire.frames import model_fields
@@ -132,12 +132,8 @@ class PrefillEngine:
     @property
     def is_wedged(self) -> bool:
         """See `Heartbeat.is_wedged`; for the service's sweeper."""
-        heartbeat = self.heartbeat
         ignores_work = self._has_worked and self._schedule.has_waiting and not self._schedule.started
-        if (heartbeat.waits and not ignores_work) or self._clock() - heartbeat.last_s < FRESH_S:
-            heartbeat.mark = None
-            return False
-        return heartbeat.is_wedged(self._thread)
+        return self.heartbeat.is_wedged(self._thread, may_rest=self.heartbeat.waits and not ignores_work)
 
     @property
     def num_waiting(self) -> int:
