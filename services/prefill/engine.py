@@ -305,20 +305,18 @@ class PrefillEngine:
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
         rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
         self.turns.end(job, rows)
-        ran_s = started.ran_s(now_s)
+        ran_s, bins, num_tokens = started.ran_s(now_s), request.retained_bins, len(request.prompt_token_ids)
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
             method=job.resolved.method,
             reused_tokens=job.num_reused,
-            full_bytes=spec.full_bytes(len(request.prompt_token_ids)),
+            full_bytes=spec.full_bytes(num_tokens),
             prefill_s=ran_s,
             compress_s=layers.times.compress_s,
             queue_s=now_s - job.submitted_s - ran_s,
             reuse_source=turn.reuse_source if turn is not None else "session",
-            retained_fractions=kept_fractions(
-                rows.positions, num_tokens=job.resolved.num_prompt_tokens, num_bins=request.retained_bins
-            ),
+            retained_fractions=kept_fractions(rows.positions, num_tokens, bins) if bins else (),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             sibling_tokens=tuple(sibling_tokens),

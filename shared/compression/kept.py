@@ -11,7 +11,7 @@ MAX_KEPT_BINS = 4096
 
 
 def kept_fractions(
-    positions: Mapping[int, Sequence[npt.NDArray[np.int32] | None]], *, num_tokens: int, num_bins: int
+    positions: Mapping[int, Sequence[npt.NDArray[np.int32] | None]], num_tokens: int, num_bins: int
 ) -> tuple[float, ...]:
     """Return the fraction of its rows that each layer selected in each bin of the prompt, over its KV heads.
 
@@ -19,13 +19,11 @@ def kept_fractions(
         positions: of each layer, those that each head selected, in any order; None: all. Layers without
             heads are left out.
         num_tokens: T, at least 1.
-        num_bins: bins of (nearly) equal length; there are at most T. Token i is in bin `i * bins // T`. 0:
-            no picture is wanted.
+        num_bins: bins of (nearly) equal length, 1 to MAX_KEPT_BINS; there are at most T. Token i is in bin
+            `i * bins // T`.
 
-    Returns: 0 to 1, of the first layer's bins, then of the next layer's; nothing without bins.
+    Returns: 0 to 1, of the first layer's bins, then of the next layer's.
     """
-    if num_bins == 0:
-        return ()
     bins = min(num_bins, num_tokens)
 
     def count(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

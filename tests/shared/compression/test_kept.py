@@ -63,10 +63,9 @@ def test_a_packed_layer_counts_the_tokens_that_have_bits():
     assert kept_fractions(positions, num_tokens=6, num_bins=6) == (0, 1, 1, 0, 1, 0)
 
 
-def test_without_positions_or_bins_there_are_no_fractions():
+def test_without_positions_there_are_no_fractions():
     assert kept_fractions({}, num_tokens=5, num_bins=2) == ()
     assert kept_fractions({0: ()}, num_tokens=5, num_bins=2) == ()
-    assert kept_fractions({0: (None,)}, num_tokens=5, num_bins=0) == ()
 
 
 @pytest.mark.parametrize(
