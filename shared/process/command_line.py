@@ -31,56 +31,70 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + 2
 
 
-def make_app(name: str, description: str, known: Collection[type[Settings]]) -> App:
-    """A command that `command` adds subcommands to and `run_app` runs.
+class CommandLine:
+    """A command with subcommands, which `run_app` runs.
 
-    Args:
-        known: settings classes whose variables may be in the environment.
+    Attributes:
+        app: to which commands without settings are added.
+        known: the settings classes of the others; their variables may be in the environment.
     """
 
-    def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
-        check_environment(known, os.environ)
+    def __init__(self, name: str, description: str) -> None:
+        self.known: list[type[Settings]] = []
 
-    return App(
-        name=name,
-        help=description,
-        help_format="plaintext",
-        help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
-        version=lambda: f"{name} {VERSION}",
-        config=check,
-        group_parameters="Options",
-        result_action="return_value",
-        exit_on_error=False,
-        print_error=False,
-        suppress_keyboard_interrupt=False,
-    )
+        def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
+            check_environment(self.known, os.environ)
 
+        self.app = App(
+            name=name,
+            help=description,
+            help_format="plaintext",
+            help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
+            version=lambda: f"{name} {VERSION}",
+            config=check,
+            group_parameters="Options",
+            result_action="return_value",
+            exit_on_error=False,
+            print_error=False,
+            suppress_keyboard_interrupt=False,
+        )
 
-def command(
-    app: App, settings: type[S], *, group: str = "Commands", hidden: Collection[str] = ()
-) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
-    """Make a function of settings a subcommand: its name and docstring are the command's, fields are options.
+    def command(
+        self,
+        settings: type[S],
+        *,
+        parent: App | None = None,
+        group: str = "Commands",
+        hidden: Collection[str] = (),
+    ) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
+        """Make a function of settings a subcommand: its name and docstring are the command's, fields are
+        options.
 
-    Args:
-        group: the heading in the app's help.
-        hidden: fields that are no options of this command.
-    """
+        Args:
+            parent: the command that it belongs to; None: the app.
+            group: the heading in the app's help.
+            hidden: fields that are no options of this command.
+        """
+        self.known.append(settings)
 
-    def add(run: Callable[[S], int | None]) -> Callable[[S], int | None]:
-        def from_options(**given: Any) -> int | None:
-            try:
-                config = settings(**given)
-            except ValidationError as error:
-                raise ConfigurationError(_explain(error, settings, given)) from None
-            return run(config)
+        def add(run: Callable[[S], int | None]) -> Callable[[S], int | None]:
+            def from_options(**given: Any) -> int | None:
+                try:
+                    config = settings(**given)
+                except ValidationError as error:
+                    raise ConfigurationError(_explain(error, settings, given)) from None
+                return run(config)
 
-        fields = [_option(name, info) for name, info in settings.model_fields.items() if name not in hidden]
-        # cyclopts reads a command's options from its signature.
-        from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
-        app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
-        return run
+            fields = [
+                _option(name, info) for name, info in settings.model_fields.items() if name not in hidden
+            ]
+            # cyclopts reads a command's options from its signature.
+            from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+            app = self.app if parent is None else parent
+            app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
+            return run
 
-    return add
+        return add
 
 
 def run_app(app: App, arguments: Sequence[str]) -> NoReturn:
