@@ -36,7 +36,6 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.worker import RankTransport
@@ -144,7 +143,7 @@ class Parts:
         own, *others = [args(rank * number, number) for rank in range(self.num_ranks)]
         if self._lead is not None:
             self._flush()
-            self._lead.commands([Call(name=name, args=its) for its in others])
+            self._lead.call_each(name, others)
         getattr(self.own, name)(*own)
 
     def tell_others(self, name: str, *args: Any) -> None:

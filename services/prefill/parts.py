@@ -31,7 +31,6 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import Division, LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.wire.frames import part_key
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
@@ -264,7 +263,7 @@ class PrefillRanks:
         self._transfers[manifest.key] = transfer
         args = [(ticket, manifest, plan, chain, num_bins, with_positions, left_s) for chain in chains[1:]]
         try:
-            self._lead.commands([Call(name="ship", args=its) for its in args])
+            self._lead.call_each("ship", args)
         except WorkerUnavailable:
             transfer.abort("rank_lost")
             raise

@@ -54,7 +54,7 @@ def load_model(
         ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
         UnsupportedModel: the model needs an unsupported feature; the message names it.
     """
-    target = _resolve_device(device) if ranks is None else ranks.resolve_device()
+    target = _resolve_device(device) if ranks is None else ranks.device
     if dtype != "auto" and dtype not in TORCH_DTYPES:
         raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(TORCH_DTYPES)}")
     folder = resolve_model_path(path_or_id, weights=True)

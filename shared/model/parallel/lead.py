@@ -10,6 +10,7 @@ passes are refused.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -17,8 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,8 @@ import structlog
 import torch.distributed as dist
 
 from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from kvferry.shared.model.parallel.messages import Abort, Answer, Call, Join, Loaded, Proceed, Question
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
-from kvferry.shared.model.parallel.ranks import Ranks
+from kvferry.shared.model.parallel.ranks import Call, Join, Question, Ranks, Word
 
 _log = structlog.get_logger(__name__)
 
@@ -88,17 +90,14 @@ class LeadingRank(Ranks):
         follower_class: str = FOLLOWER,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
-        joins = [
-            Join(
-                rank=rank,
-                num_ranks=num_ranks,
-                store=str(Path(self._folder.name) / "store"),
-                backend=backend,
-                num_threads=num_threads,
-            )
-            for rank in range(num_ranks)
-        ]
-        super().__init__(joins[0])
+        join = Join(
+            rank=0,
+            num_ranks=num_ranks,
+            store=str(Path(self._folder.name) / "store"),
+            backend=backend,
+            num_threads=num_threads,
+        )
+        super().__init__(join)
         self._on_lost = on_lost
         self.on_note: Callable[[int, Any], None] = lambda rank, note: None
         self.on_question: Callable[[int, Any], Any] = lambda rank, what: None
@@ -110,33 +109,25 @@ class LeadingRank(Ranks):
         self._error: WorkerUnavailable | None = None
         self._is_loaded = False
         self._followers = [_Follower(rank, follower_class) for rank in range(1, num_ranks)]
-        for follower, join in zip(self._followers, joins[1:], strict=True):
-            follower.commands.send(join)
+        for follower in self._followers:
+            follower.commands.send(replace(join, rank=follower.rank))
             for what in (self._watch, self._read_notes):
                 name = f"kvferry-rank-{follower.rank}{what.__name__}"
                 threading.Thread(target=what, args=(follower,), name=name, daemon=True).start()
 
     def join(self) -> None:
-        """Join the group, once all followers have begun to.
-
-        Raises: ConfigurationError: one has ended before.
-        """
-        for follower in self._followers:
-            self._answer(follower)
+        """Join the group, once all followers have begun to. Raises: WorkerUnavailable: one has ended."""
+        self._answers()
         super().join()
 
-    def command(self, command: object) -> None:
-        """Tell all followers. Raises: WorkerUnavailable: a rank is lost."""
-        self.commands([command] * len(self._followers))
-
-    def commands(self, commands: Sequence[object]) -> None:
-        """Tell each follower its own command: the first that of rank 1. Raises: as `command`."""
+    def _tell(self, words: Iterable[object]) -> None:
+        """Tell each follower a word: the first one rank 1. Raises: WorkerUnavailable: a rank is lost."""
         if self._error is not None:
             raise self._error
         try:
             with self._telling:
-                for follower, command in zip(self._followers, commands, strict=True):
-                    follower.commands.send(command)
+                for follower, word in zip(self._followers, words, strict=False):
+                    follower.commands.send(word)
         except OSError as error:
             raise self.fail(error) from error
 
@@ -149,19 +140,24 @@ class LeadingRank(Ranks):
                     follower.notes.send(word)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method in all followers; see `FollowingRank.target`. Raises: as `command`."""
-        self.command(Call(name=name, args=args))
+        """Call a method in all followers; see `FollowingRank.target`. Raises: WorkerUnavailable: a rank is
+        lost."""
+        self._tell(repeat(Call(name=name, args=args)))
+
+    def call_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> None:
+        """As `call`, with arguments for each follower: the first those of rank 1."""
+        self._tell(Call(name=name, args=its) for its in args)
 
     def ask(self, name: str, *args: Any) -> Callable[..., list[Any]]:
         """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1
         first, after the pass that runs. One thread at a time may ask, until it has the answers.
 
-        Raises: as `command`.
+        Raises: as `call`.
         """
-        self.command(Call(name=name, args=args, is_answered=True))
+        self._tell(repeat(Call(name=name, args=args, is_answered=True)))
         return self._answers
 
-    def _answers(self, *, timeout_s: float) -> list[Any]:
+    def _answers(self, *, timeout_s: float = math.inf) -> list[Any]:
         """Raises: WorkerUnavailable: a rank is lost, or has no answer in time."""
         found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
@@ -178,17 +174,14 @@ class LeadingRank(Ranks):
         return found
 
     def loaded(self) -> None:
-        for follower in self._followers:
-            answer = self._answer(follower)
-            if answer.error:
-                raise ConfigurationError(
-                    f"rank {follower.rank} of {self.num_ranks} does not load: {answer.error}"
-                )
+        for rank, error in enumerate(self._answers(), 1):
+            if error is not None:
+                raise ConfigurationError(f"rank {rank} of {self.num_ranks} does not load: {error.message}")
         self.proceed()
         self._is_loaded = True
 
     def proceed(self) -> None:
-        self.command(Proceed())
+        self._tell(repeat(Word.PROCEED))
 
     @contextmanager
     def running(self, current: RankPrefillPass | RankDecodePass) -> Iterator[None]:
@@ -198,14 +191,12 @@ class LeadingRank(Ranks):
         """
         try:
             yield
-        except InvalidRequest:  # of the model itself, which all ranks refuse
-            if current.is_lead_alone:
-                self.command(Abort())
-            raise
         except BaseException as error:
             if current.is_lead_alone and self._error is None:
-                self.command(Abort())
+                self._tell(repeat(Word.ABORT))
                 raise
+            if isinstance(error, InvalidRequest) and not current.is_lead_alone:
+                raise  # of the model itself, which all ranks refuse
             raise self.fail(error) from error
 
     def fail(self, error: BaseException) -> WorkerUnavailable:
@@ -222,18 +213,6 @@ class LeadingRank(Ranks):
         if dist.is_initialized():
             dist.destroy_process_group()
         self._folder.cleanup()
-
-    def _answer(self, follower: _Follower) -> Loaded:
-        """The follower's answer, however long it takes. Raises: ConfigurationError: it has ended."""
-        while not follower.commands.poll(_PING_INTERVAL_S):
-            if self._error is not None:
-                raise ConfigurationError(self._error.message)
-        try:
-            answer = follower.commands.recv()
-        except (EOFError, OSError) as error:
-            raise ConfigurationError(self.fail(error).message) from error
-        assert isinstance(answer, Loaded)
-        return answer
 
     def _watch(self, follower: _Follower) -> None:
         """Runs on a thread for each follower: the pipe ends with its process."""
@@ -264,9 +243,9 @@ class LeadingRank(Ranks):
                 note = None
             try:
                 if isinstance(note, Question):
-                    answer = self.on_question(follower.rank, note.what)
+                    answer = self.on_question(follower.rank, note.content)
                     with self._aside:
-                        follower.notes.send(Answer(number=note.number, answer=answer))
+                        follower.notes.send(replace(note, content=answer))
                 else:
                     self.on_note(follower.rank, note)
             except Exception:
