@@ -26,10 +26,10 @@ from kvferry.shared.model.adapters.latent import LATENT, Latent
 from kvferry.shared.model.adapters.temperature import QUERY_SCALE
 from kvferry.shared.model.fused_decode import fused_decode
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
-from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
 from kvferry.shared.model.rotary import KeyRotation
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
+from kvferry.shared.model.support import state_layers
 
 if TYPE_CHECKING:
     from kvferry.shared.model.state_cache import StateCache
@@ -267,7 +267,7 @@ class TransformersModel:
 
     Attributes:
         num_ranks: this process alone.
-        state_layers: see `layers.py`.
+        state_layers: see `support.py`.
 
     Args:
         model: a transformers causal language model in eval mode that uses our attention function.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.device.kernel_paths import Role
-from kvferry.shared.errors import ConfigurationError, WorkerUnavailable
+from kvferry.shared.errors import ConfigurationError, UnsupportedModel, WorkerUnavailable
 from kvferry.shared.model.bridge import DecodePass, PrefillPass, TransformersModel
 from kvferry.shared.model.interface import DecodeAttention, DividingObserver, PrefillObserver
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import backend_for
-from kvferry.shared.model.parallel.support import whole_spec
+from kvferry.shared.model.spec import ModelSpec
 
 _PREPARE_TIMEOUT_S = 900.0
 """Kernels are compiled and tested in it."""
@@ -43,7 +44,7 @@ class ParallelModel(TransformersModel):
 
     def __init__(self, part: TransformersModel, lead: LeadingRank) -> None:
         vars(self).update(vars(part))  # over the same modules
-        self.spec = whole_spec(part.spec, lead.num_ranks)
+        self.spec = _whole_spec(part.spec, lead.num_ranks)
         self.part_spec = part.spec
         self.num_ranks = lead.num_ranks
         self.lead = lead
@@ -94,6 +95,22 @@ class ParallelModel(TransformersModel):
     def close(self) -> None:
         """End the other ranks. No pass may be running."""
         self.lead.close()
+
+
+def _whole_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """The spec of all heads.
+
+    Args: spec: as the probe has measured it in one rank.
+    Raises: UnsupportedModel: a layer cannot be divided.
+    """
+    for layer in range(spec.num_layers):
+        its = spec.layer(layer)
+        if not its.has_rows or its.latent_dim or its.heads is not None:
+            raise UnsupportedModel(
+                f"layer {layer} has a state, latent rows or heads of its own, which is not supported with "
+                f"tensor_parallel {num_ranks}; it must be 1"
+            )
+    return replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
 
 
 def load_parallel_model(

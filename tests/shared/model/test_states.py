@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicCache
 
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.support import state_layers
 
 NUM_TOKENS, CUT = 60, 37
 WITHOUT_INITIAL_STATE = ("falcon_mamba", "jamba", "mamba", "zamba")
