@@ -151,7 +151,7 @@ def test_compiled_grammars_are_shared_by_key_and_their_matchers_are_not(compiler
     assert "b" in allowed_texts(one)
     assert "b" not in allowed_texts(other)
     monkeypatch.setattr(module, "compiled", lambda *grammar: pytest.fail("it is compiled already"))
-    again = GrammarCompiler(compiler._load_tokenizer, VOCAB, ENDS)
+    again = compiler_of(VOCAB)
     assert allowed_texts(again.matcher(regex("ab+c?"))) == allowed_texts(other)
     assert compiler.matcher(None) is None
 
