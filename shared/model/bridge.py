@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from kvferry.kernels.dispatch import dtype_problem, mode, path_for
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
-from kvferry.shared.model.adapters.decoder import decoder_of
 from kvferry.shared.model.adapters.latent import LATENT, Latent
-from kvferry.shared.model.adapters.temperature import QUERY_SCALE
+from kvferry.shared.model.adapters.layers import QUERY_SCALE, decoder_of
 from kvferry.shared.model.fused_decode import fused_decode
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvferry.shared.model.adapters.decoder import decoder_of
+from kvferry.shared.model.adapters.layers import decoder_of
 
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""

@@ -20,7 +20,7 @@ from kvferry.shared.model.support import state_layers
 
 NUM_TOKENS, CUT = 60, 37
 WITHOUT_INITIAL_STATE = ("falcon_mamba", "jamba", "mamba", "zamba")
-"""Their scan of several tokens ignores the state, so that `adapters/tokens.py` runs them one at a time."""
+"""Their scan of several tokens ignores the state, so that `adapters/states.py` runs them one at a time."""
 
 
 class Observer:
