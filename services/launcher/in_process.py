@@ -25,7 +25,7 @@ from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
-from kvferry.shared.model.generation_config import sampling_defaults
+from kvferry.shared.model.checkpoint import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.config import ServiceSettings
 from kvferry.shared.process.worker import load_workers_model, start_service

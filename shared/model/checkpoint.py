@@ -1,4 +1,4 @@
-"""The local folder of a model: where it is, which files it has, and its fingerprint.
+"""The local folder of a model: where it is, which files it has, its own sampling, and its fingerprint.
 
 A folder is the included demo, a given one, or a download from the Hugging Face hub (`download.py`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -17,6 +17,15 @@ from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import ConfigurationError
 
 DEMO_NAME = "demo"
+_GENERATION = "generation_config.json"
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 10),
+}
+"""The fields of it that are used, and their ranges, as requests have them."""
 _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
@@ -82,7 +91,7 @@ def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
     Raises: ConfigurationError: a file is no JSON object, or has other ids than integers.
     """
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
+    for name in (_GENERATION, "config.json"):
         if (folder / name).is_file():
             value = _read_object(folder / name).get("eos_token_id")
             ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -104,6 +113,41 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file.name} of {file.parent} is not a JSON object")
     return content
+
+
+def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
+    """The fields of `SamplingParams` that requests leave to the model: its own sampling.
+
+    Args:
+        option: "auto" (the model's own file, if it has one), "none", or a folder that has one.
+        model: "demo", a folder or a hub id.
+
+    Raises: ConfigurationError: the folder has no such file, or a value is out of its range.
+    """
+    if option == "none":
+        return {}
+    folder = resolve_model_path(model, weights=False) if option == "auto" else Path(option).expanduser()
+    file = folder / _GENERATION
+    if not file.is_file():
+        if option == "auto":
+            return {}
+        raise ConfigurationError(
+            f"generation_config is {option!r}, which has no {_GENERATION}; it must be auto, none or a folder "
+            "that has one"
+        )
+    content = _read_object(file)
+    found = {name: content[name] for name in _RANGES if content.get(name) is not None}
+    for name, value in found.items():
+        low, high = _RANGES[name]
+        is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "repetition_penalty" and value == 0):
+            raise ConfigurationError(
+                f"{name} is {value!r} in {_GENERATION} of {folder}; it must be {low} to {high}; with "
+                "generation_config none the file is not used"
+            )
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
