@@ -36,18 +36,12 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "kvferry"
 _LOGITS = 1 << 22
 """Logits of a prompt that are in memory at a time."""
-_USED_ARGUMENTS = ("kvferry", "sliding_window", "softcap", "s_aux", "sinks")
-_IGNORED_ARGUMENTS = (
-    "dropout",
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "use_cache",
-)
-"""Arguments that change nothing: nothing is dropped, passes are causal, and no cache is transformers'."""
-_KNOWN_ARGUMENTS = frozenset((*_USED_ARGUMENTS, *_IGNORED_ARGUMENTS))
+_KNOWN_ARGUMENTS = frozenset((
+    "kvferry", "sliding_window", "softcap", "s_aux", "sinks",
+    # These change nothing: nothing is dropped, passes are causal, and no cache is transformers'.
+    "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "use_cache",
+))  # fmt: skip
 
 
 class AttentionPass:
@@ -101,28 +95,28 @@ def attention_forward(
         )
     of_latent = module.__dict__.get(LATENT)  # where it is missing, getattr of a module is slow
     latent: Latent | None = None if of_latent is None else of_latent()
-    of_module = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
-    layer = _check_call(module, of_module, attention_mask, kwargs, current.spec)
-    if latent is None and key.shape[-1] != value.shape[-1]:
+    layer = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
+    if not isinstance(layer, int):
         raise UnsupportedModel(
-            f"{type(module).__name__} of layer {layer} has keys of size {key.shape[-1]} and values of size "
-            f"{value.shape[-1]}; must be equal"
+            f"{type(module).__name__} has no layer_idx; attention modules must know their layer"
         )
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if sinks is None:
+        sinks = kwargs.get("sinks")
+    problem = _problem(module, layer, attention_mask, kwargs, current.spec)
+    if problem is None and latent is None and key.shape[-1] != value.shape[-1]:
+        problem = f"has keys of size {key.shape[-1]} and values of size {value.shape[-1]}; must be equal"
+    if problem is None and latent is not None and (softcap or sinks is not None):
+        problem = "has latent rows and soft-capping or sinks; only a plain softmax goes with latent rows"
+    if problem is not None:
+        raise UnsupportedModel(f"{type(module).__name__} of layer {layer} {problem}")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     query_scale = module.__dict__.get(QUERY_SCALE)
     if query_scale is not None:
         query = (query * query_scale(current.positions)[:, None, :, None]).to(query.dtype)
     softmax: Scaling = float(scaling)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if sinks is None:
-        sinks = kwargs.get("sinks")
     if softcap or sinks is not None:
-        if latent is not None:
-            raise UnsupportedModel(
-                f"{type(module).__name__} of layer {layer} has latent rows and soft-capping or sinks; only a "
-                "plain softmax goes with latent rows"
-            )
         softmax = Softmax(
             scaling=float(scaling),
             softcap=float(softcap or 0.0),
@@ -131,42 +125,31 @@ def attention_forward(
     return current.attend(layer, query, key, value, softmax, latent), None
 
 
-def _check_call(
+def _problem(
     module: nn.Module,
-    layer: int | None,
+    layer: int,
     attention_mask: Tensor | None,
     arguments: Mapping[str, Any],
     spec: ModelSpec,
-) -> int:
-    """Check one call of the attention; returns the layer's index. Raises: UnsupportedModel."""
-    name = type(module).__name__
-    if not isinstance(layer, int):
-        raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
+) -> str | None:
+    """What one call of the attention has that is not supported; None for nothing."""
     for argument, given in arguments.items():
         if given is not None and given is not False and argument not in _KNOWN_ARGUMENTS:
-            raise UnsupportedModel(f"{name} of layer {layer} uses {argument}, which is not supported")
-    if spec.layers or arguments.get("sliding_window") is not None:
-        _check_window(name, layer, arguments.get("sliding_window"), spec)
+            return f"uses {argument}, which is not supported"
+    window = arguments.get("sliding_window")
+    if spec.layers or window is not None:  # chunks are the mask's, not the call's
+        expected = spec.layer(layer)
+        window = window if 0 < (window or 0) < spec.max_model_len else 0
+        if window != (0 if expected.is_chunked else expected.window):
+            return (
+                f"is called with sliding_window {window}, and the configuration says {expected.window} (0: "
+                "none); the two must agree"
+            )
     if attention_mask is not None:
-        raise UnsupportedModel(
-            f"{name} of layer {layer} passes an attention mask; only plain causal attention is supported"
-        )
+        return "passes an attention mask; only plain causal attention is supported"
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(
-            f"{name} of layer {layer} is not causal; only plain causal attention is supported"
-        )
-    return layer
-
-
-def _check_window(name: str, layer: int, given: int | None, spec: ModelSpec) -> None:
-    """Check that a layer's window is that of the configuration; chunks are the mask's, not the call's."""
-    window, expected = given or 0, spec.layer(layer)
-    window = window if 0 < window < spec.max_model_len else 0
-    if window != (0 if expected.is_chunked else expected.window):
-        raise UnsupportedModel(
-            f"{name} of layer {layer} is called with sliding_window {window}, and the configuration says "
-            f"{expected.window} (0: none); the two must agree"
-        )
+        return "is not causal; only plain causal attention is supported"
+    return None
 
 
 class PrefillPass(AttentionPass):
