@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
 _MAX_HEADER_BYTES = 100 << 20
-_LOUD_LOGGERS = ("torchao", "torch.utils._pytree")
+_LOUD_LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 """transformers imports torchao if it is installed, which then lists the kernels that it lacks."""
 
 
@@ -65,24 +65,17 @@ def quiet_libraries() -> Iterator[None]:
     )
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_bars = not are_progress_bars_disabled()
-    loggers = [(its, its.level) for its in map(getLogger, _LOUD_LOGGERS)]
-    for logger, _ in loggers:
-        logger.setLevel(ERROR)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    disable_progress_bars()
-    try:
+    with ExitStack() as restore:
+        for logger in map(getLogger, _LOUD_LOGGERS):
+            restore.callback(logger.setLevel, logger.level)
+            logger.setLevel(ERROR)
+        if logging.is_progress_bar_enabled():
+            restore.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        if not are_progress_bars_disabled():
+            restore.callback(enable_progress_bars)
+            disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if hub_bars:
-            enable_progress_bars()
-        for logger, level in loggers:
-            logger.setLevel(level)
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
