@@ -6,7 +6,7 @@ Called once when a worker starts. It loads safetensors only: no code from the ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from kvferry.shared.model.flash_attention import use_flash_attention_3
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.probe import probed_model
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec, dtype_name
 from kvferry.shared.model.support import check_config, check_parallel
 
 
@@ -262,19 +262,6 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
     if not 0 <= requested <= limit:
         raise ConfigurationError(f"max_model_len is {requested}; it must be in 1..{limit}, or 0 for {own}")
     return requested or own
-
-
-def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    """The name of a dtype that models may have.
-
-    Raises: ConfigurationError for any other.
-    """
-    for name in get_args(DTypeName):
-        if str(dtype).removeprefix("torch.") == name:
-            return cast(DTypeName, name)
-    raise ConfigurationError(
-        f"the checkpoint's dtype is {dtype}; set dtype to one of {', '.join(TORCH_DTYPES)}"
-    )
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model.adapters.latent import Latent
 from kvferry.shared.model.bridge import AttentionPass, TransformersModel
 from kvferry.shared.model.rotary import find_key_rotation
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec, StateSpec
+from kvferry.shared.model.spec import Heads, LayerSpec, ModelSpec, StateSpec, dtype_name
 
 _MAX_PROBE_TOKENS = 8
 
@@ -101,7 +101,11 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
     for layer, heads, said, _ in current.calls:
         layers[layer] = replace(layers[layer], **said, heads=None if heads == own else heads)
     for layer, state in states.stored.items():
-        layers[layer] = replace(layers[layer], state=_state_specs(state))
+        tensors = (
+            StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=dtype_name(its.dtype))
+            for name, its in state.items()
+        )
+        layers[layer] = replace(layers[layer], state=tuple(tensors))
     measured = replace(
         spec,
         num_heads=own.num_kv_heads * own.group_size,
@@ -111,11 +115,3 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
         layers=tuple(layers) if any(its != LayerSpec() for its in layers) else (),
     )
     return measured, {layer: keys for layer, _, _, keys in current.calls}
-
-
-def _state_specs(state: Mapping[str, Tensor]) -> tuple[StateSpec, ...]:
-    names = {TORCH_DTYPES[name]: name for name in get_args(DTypeName)}
-    return tuple(
-        StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=names[its.dtype])
-        for name, its in state.items()
-    )

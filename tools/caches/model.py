@@ -16,9 +16,8 @@ from kvferry.shared.errors import InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters import ADAPTERS
 from kvferry.shared.model.bridge import TransformersModel, attention_forward
 from kvferry.shared.model.checkpoint import quiet_libraries
-from kvferry.shared.model.loading import dtype_name
 from kvferry.shared.model.probe import probed_model
-from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.spec import ModelSpec, dtype_name
 from kvferry.shared.model.support import check_config
 
 ATTENTION_NAME = "kvferry_cache"
