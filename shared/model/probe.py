@@ -34,16 +34,27 @@ def probed_model(model: Any, spec: ModelSpec) -> TransformersModel:
 
 
 class _ProbePass(AttentionPass):
-    """Records what each layer's attention is called with. It returns zeros, so that a token's key depends on
-    the token and its position alone, in every layer; of a model with states, if each token is a sequence of
-    its own.
+    """Records what each layer's attention is called with, and the states: implements `LayerStates`, too.
 
-    Attributes: calls: the layer, its heads and what else a call says of it, and the keys `[H_kv, T, D]`.
+    Attention returns zeros, so that a token's key depends on the token and its position alone, in every
+    layer; of a model with states, if each token is a sequence of its own.
+
+    Attributes:
+        calls: the layer, its heads and what else a call says of it, and the keys `[H_kv, T, D]`.
+        stored: the states after the pass.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.calls: list[tuple[int, Heads, dict[str, Any], Tensor]] = []
+        self.stored: dict[int, Mapping[str, Tensor]] = {}
+
+    def load(self, layer: int) -> None:
+        """See `LayerStates.load`; there are none before."""
+
+    def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
+        """See `LayerStates.store`."""
+        self.stored[layer] = state
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -60,20 +71,6 @@ class _ProbePass(AttentionPass):
         return query.new_zeros(batch_size, num_tokens, num_heads, width)
 
 
-class _ProbedStates:
-    """Implements `LayerStates`: there are none before. Attributes: stored: those after the pass."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, Mapping[str, Tensor]] = {}
-
-    def load(self, layer: int) -> None:
-        """See `LayerStates.load`."""
-
-    def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
-        """See `LayerStates.store`."""
-        self.stored[layer] = state
-
-
 def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
     """The spec as measured, and each layer's keys `[H_kv, 2n, D]` of n tokens, each at two positions."""
     spec = model.spec
@@ -82,10 +79,10 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
     # Token 0 is not used: padding has a key of zeros.
     token_ids = torch.arange(1, num_tokens + 1, device=model.device).mul(step).repeat(2)
     positions = torch.arange(len(token_ids), device=model.device)
-    current, states = _ProbePass(spec), _ProbedStates()
+    current = _ProbePass(spec)
     shape = (len(token_ids), 1) if model.state_layers else (1, len(token_ids))
     try:
-        logits = model.run(token_ids.view(shape), positions.view(shape), current, states)
+        logits = model.run(token_ids.view(shape), positions.view(shape), current, current)
     except TypeError as error:
         raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
     called = [layer for layer, *_ in current.calls]
@@ -100,7 +97,7 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
     layers = [spec.layer(layer) for layer in range(spec.num_layers)]
     for layer, heads, said, _ in current.calls:
         layers[layer] = replace(layers[layer], **said, heads=None if heads == own else heads)
-    for layer, state in states.stored.items():
+    for layer, state in current.stored.items():
         tensors = (
             StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=dtype_name(its.dtype))
             for name, its in state.items()

@@ -157,21 +157,17 @@ def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
                 f"layer {layer}, which is not supported; layers may be of type {', '.join(_KINDS)}"
             )
         spec = _KINDS[kind]
-        if kind in _WINDOWS:
-            spec = replace(spec, window=_window(config, _WINDOWS[kind], layer))
+        if (field := _WINDOWS.get(kind)) is not None:
+            window = getattr(config, field, None)
+            if not isinstance(window, int) or window < 1:
+                raise UnsupportedModel(
+                    f"model type {config.model_type!r} has a window in layer {layer}, and {field} is "
+                    f"{window!r}; it must be an integer of at least 1"
+                )
+            spec = replace(spec, window=window)
         layers.append(spec if spec.window < max_model_len else LayerSpec())
     layers += [_NO_ROWS] * list(kinds).count("hybrid")
     return tuple(layers) if any(spec != LayerSpec() for spec in layers) else ()
-
-
-def _window(config: Any, field: str, layer: int) -> int:
-    window = getattr(config, field, None)
-    if not isinstance(window, int) or window < 1:
-        raise UnsupportedModel(
-            f"model type {config.model_type!r} has a window in layer {layer}, and {field} is {window!r}; it "
-            "must be an integer of at least 1"
-        )
-    return window
 
 
 def check_parallel(config: Any, num_ranks: int, *, is_quantised: bool) -> None:
