@@ -190,9 +190,7 @@ def _file_digest(file: Path) -> bytes:
             raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
         stream.seek(0)
         if size_bytes <= _WHOLE_FILE_BYTES:
-            while block := stream.read(_CHUNK_BYTES):
-                digest.update(block)
-            return digest.digest()
+            return hashlib.file_digest(stream, lambda: digest).digest()
         digest.update(stream.read(8 + header_bytes))
         last = size_bytes - _CHUNK_BYTES
         for rank in range(_NUM_CHUNKS):

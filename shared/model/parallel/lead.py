@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import repeat
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,8 @@ class _Follower:
 
     def __init__(self, rank: int, follower_class: str) -> None:
         self.rank = rank
-        own, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
-        self.commands, self.life, self.notes = (Connection(end.detach()) for end in own)
+        own, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
+        self.commands, self.life, self.notes = own
         descriptors = [end.fileno() for end in theirs]
         self.process = subprocess.Popen(
             [
