@@ -99,8 +99,8 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
         layers[layer] = replace(layers[layer], **said, heads=None if heads == own else heads)
     for layer, state in current.stored.items():
         tensors = (
-            StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=dtype_name(its.dtype))
-            for name, its in state.items()
+            StateSpec(name=name, shape=tuple(tensor.shape[1:]), dtype=dtype_name(tensor.dtype))
+            for name, tensor in state.items()
         )
         layers[layer] = replace(layers[layer], state=tuple(tensors))
     measured = replace(
@@ -109,6 +109,6 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
         num_kv_heads=own.num_kv_heads,
         head_dim=own.head_dim,
         vocab_size=logits.shape[1],
-        layers=tuple(layers) if any(its != LayerSpec() for its in layers) else (),
+        layers=tuple(layers) if any(layer != LayerSpec() for layer in layers) else (),
     )
     return measured, {layer: keys for layer, _, _, keys in current.calls}

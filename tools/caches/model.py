@@ -75,7 +75,7 @@ def _make_bridge(model: Any) -> TransformersModel:
         with quiet_libraries():
             model.set_attn_implementation(ATTENTION_NAME)
             probed = probed_model(model, spec)
-        if probed.spec.state_layers or not all(its.has_plain_softmax for its in probed.spec.layers):
+        if probed.spec.state_layers or not all(layer.has_plain_softmax for layer in probed.spec.layers):
             raise UnsupportedModel(
                 f"model type {spec.name!r} has states, soft-capped logits or attention sinks; it is "
                 "supported by kvferry serve only"

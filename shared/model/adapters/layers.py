@@ -62,7 +62,7 @@ def run_every_token(model: Any) -> None:
 
     Raises: UnsupportedModel: the model is not made as this adapter expects.
     """
-    decoders = [its for its in model.modules() if hasattr(its, _SLICE)]
+    decoders = [module for module in model.modules() if hasattr(module, _SLICE)]
     if not decoders:
         raise UnsupportedModel(
             f"{type(model).__name__} has no {_SLICE}; this version of transformers is not supported for it"

@@ -145,7 +145,7 @@ class LeadingRank(Ranks):
 
     def call_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> None:
         """As `call`, with arguments for each follower: the first those of rank 1."""
-        self._tell(Call(name=name, args=its) for its in args)
+        self._tell(Call(name=name, args=of_one) for of_one in args)
 
     def ask(self, name: str, *args: Any) -> Callable[..., list[Any]]:
         """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1

@@ -104,8 +104,8 @@ def _whole_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     Raises: UnsupportedModel: a layer cannot be divided.
     """
     for layer in range(spec.num_layers):
-        its = spec.layer(layer)
-        if not its.has_rows or its.latent_dim or its.heads is not None:
+        own = spec.layer(layer)
+        if not own.has_rows or own.latent_dim or own.heads is not None:
             raise UnsupportedModel(
                 f"layer {layer} has a state, latent rows or heads of its own, which is not supported with "
                 f"tensor_parallel {num_ranks}; it must be 1"

@@ -111,7 +111,7 @@ class RankPrefillPass(PrefillPass):
                 rows = [torch.cat(parts) for parts in new]
                 del new
                 if history is not None:
-                    rows = [torch.cat(its, 1) for its in zip(history, rows, strict=True)]
+                    rows = [torch.cat(both, 1) for both in zip(history, rows, strict=True)]
                     del history
                 self._observer.layer_done(layer, torch.cat(every_query), rows[0], rows[1], scaling)
 

@@ -328,8 +328,8 @@ def variant(tokenizer: ChatTokenizer, **parts: Any) -> tuple[ChatTokenizer, list
     for name, part in parts.items():
         setattr(raw, name, part)
     made = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), tokenizer.eos_token_ids)
-    vocabulary = sorted(made._backend.get_vocab().items(), key=lambda its: (len(its[0]), its[1]))
-    return made, [made.decode([its], shows_special=True) for _, its in vocabulary[-20:]]
+    vocabulary = sorted(made._backend.get_vocab().items(), key=lambda entry: (len(entry[0]), entry[1]))
+    return made, [made.decode([token_id], shows_special=True) for _, token_id in vocabulary[-20:]]
 
 
 @pytest.fixture(
