@@ -25,7 +25,6 @@ from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import (
     Cancelled,
-    ConfigurationError,
     KvferryError,
     TransferFailed,
     WorkerUnavailable,
@@ -214,10 +213,7 @@ class PrefillRanks:
                 getattr(transfer, name)(rank, *args[1:])
 
         self._lead.on_note = on_note
-        start = self._lead.ask("start", settings)
-        for rank, answer in enumerate(start(timeout_s=_START_TIMEOUT_S), 1):
-            if isinstance(answer, KvferryError):
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
+        self._lead.ask("start", settings)(timeout_s=_START_TIMEOUT_S)
 
     def open(
         self,

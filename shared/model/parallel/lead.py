@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 import torch.distributed as dist
 
-from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
+from kvferry.shared.errors import ConfigurationError, InvalidRequest, KvferryError, WorkerUnavailable
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import Call, Join, Question, Ranks, Word
 
@@ -151,13 +151,14 @@ class LeadingRank(Ranks):
         """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1
         first, after the pass that runs. One thread at a time may ask, until it has the answers.
 
-        Raises: as `call`.
+        It raises ConfigurationError if a rank has raised a KvferryError, and WorkerUnavailable if one is lost
+        or has no answer in time. Raises: as `call`.
         """
         self._tell(repeat(Call(name=name, args=args, is_answered=True)))
         return self._answers
 
-    def _answers(self, *, timeout_s: float = math.inf) -> list[Any]:
-        """Raises: WorkerUnavailable: a rank is lost, or has no answer in time."""
+    def _answers(self, *, timeout_s: float = math.inf, what: str = "") -> list[Any]:
+        """See `ask`. Args: what: a rank does not, for the error."""
         found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
             try:
@@ -170,12 +171,13 @@ class LeadingRank(Ranks):
                 found.append(follower.commands.recv())
             except (EOFError, OSError) as error:
                 raise self.fail(error) from error
+        for rank, answer in enumerate(found, 1):
+            if isinstance(answer, KvferryError):
+                raise ConfigurationError(f"rank {rank} of {self.num_ranks}{what}: {answer.message}")
         return found
 
     def loaded(self) -> None:
-        for rank, error in enumerate(self._answers(), 1):
-            if error is not None:
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks} does not load: {error.message}")
+        self._answers(what=" does not load")
         self.proceed()
         self._is_loaded = True
 
