@@ -27,7 +27,6 @@ from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
 from kvferry.shared.errors import (
-    ConfigurationError,
     InvalidRequest,
     KvferryError,
     LeaseExpired,
@@ -36,7 +35,6 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.worker import RankTransport
@@ -105,11 +103,7 @@ class Parts:
         self._lead.on_note = on_note
         self._lead.on_question = lambda rank, key: self._listener.awaits(key)
         start = self._lead.ask("start", self._memory_bytes, max_batch_size, transport)
-        answers = start(timeout_s=_START_TIMEOUT_S)
-        for rank, answer in enumerate(answers, 1):
-            if isinstance(answer, KvferryError):
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
-        self.endpoints = tuple(answers)
+        self.endpoints = tuple(start(timeout_s=_START_TIMEOUT_S))
 
     def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of these methods that can be divided among so many ranks."""
@@ -144,7 +138,7 @@ class Parts:
         own, *others = [args(rank * number, number) for rank in range(self.num_ranks)]
         if self._lead is not None:
             self._flush()
-            self._lead.commands([Call(name=name, args=its) for its in others])
+            self._lead.call_each(name, others)
         getattr(self.own, name)(*own)
 
     def tell_others(self, name: str, *args: Any) -> None:

@@ -50,14 +50,13 @@ class DecodeRank(FollowingRank):
         """
         if self._server is not None:
             self._server.close()
-        device = self.resolve_device()
         with torch.inference_mode(False):  # other threads write to it, too
-            self._memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(memory_bytes, dtype=torch.uint8, device=self.device)
         self._max_batch_size = max_batch_size
         receiver = PartReceiver(
             self.model.spec,
             first_head=self.rank * self.model.spec.num_kv_heads,
-            device=device,
+            device=self.device,
             note=lambda *note: self.note(note),
             ask=self.ask,
         )

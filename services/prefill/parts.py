@@ -34,13 +34,11 @@ from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import (
     Cancelled,
-    ConfigurationError,
     KvferryError,
     TransferFailed,
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import Division, LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.frames import part_key
@@ -256,10 +254,7 @@ class PrefillRanks:
                 getattr(transfer, name)(rank, *args[1:])
 
         self._lead.on_note = on_note
-        start = self._lead.ask("start", settings)
-        for rank, answer in enumerate(start(timeout_s=_START_TIMEOUT_S), 1):
-            if isinstance(answer, KvferryError):
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
+        self._lead.ask("start", settings)(timeout_s=_START_TIMEOUT_S)
 
     def open(
         self,
@@ -303,7 +298,7 @@ class PrefillRanks:
         self._transfers[manifest.key] = transfer
         args = [(ticket, manifest, plan, chain, with_positions, left_s) for chain in chains[1:]]
         try:
-            self._lead.commands([Call(name="ship", args=its) for its in args])
+            self._lead.call_each("ship", args)
         except WorkerUnavailable:
             transfer.abort("rank_lost")
             raise

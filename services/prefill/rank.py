@@ -25,8 +25,8 @@ from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
-from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
 from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.model.parallel.passes import PartTaker
 from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.process.worker import ProcessTransport
 from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
@@ -134,8 +134,8 @@ class PrefillRank(FollowingRank):
         if (shipment := self._shipments.get(key)) is not None:
             shipment.abort(reason)
 
-    def part_taker(self, transfer: TransferKey) -> PartTaker:
-        return self._shipments.get(transfer, NO_TAKER)  # it was aborted meanwhile
+    def part_taker(self, transfer: TransferKey) -> PartTaker | None:
+        return self._shipments.get(transfer)
 
     # ---- what the leading rank calls ---------------------------------------------------------------------
 

@@ -434,8 +434,8 @@ _OTHERS = (
         name="scaled-rope",
         what="Keys whose positions are undone stay multiplied by the square of the attention factor.",
         path="shared/model/rotary.py",
-        old="        cos, sin = cos / norm, self._sign * sin / norm",
-        new="        sin = self._sign * sin",
+        old="        cos, sin = cos / norm, sign * sin / norm",
+        new="        sin = sign * sin",
         near=("tests/shared/model/test_rotary.py",),
     ),
     PlantedFault(

@@ -1,4 +1,8 @@
-"""For recurrent blocks that store their states as attributes of modules (RecurrentGemma)."""
+"""For layers whose states are not as our passes need them.
+
+They are attributes of modules (RecurrentGemma), or the scan of several tokens begins without one (Mamba 1,
+Jamba, Zamba).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,31 @@ import copy
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.shared.errors import UnsupportedModel
-from kvferry.shared.model.adapters.decoder import decoder_of
+from kvferry.shared.model.adapters.layers import decoder_of
 
 _PARTS = ("linear_x", "linear_y", "linear_out", "conv_1d", "rg_lru", "act_fn")
+
+
+def continue_by_token(model: Any) -> None:
+    """Let the mixers run tokens that continue from a state one at a time, in transformers' recurrent form."""
+    for mixer in model.modules():
+        if hasattr(mixer, "time_step_rank"):
+            mixer.forward = partial(_token_by_token, mixer.forward, mixer.layer_idx)
+
+
+def _token_by_token(
+    forward: Any, layer: int, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any
+) -> Tensor:
+    if hidden_states.shape[1] == 1 or cache_params is None or not cache_params.has_previous_state(layer):
+        mixed: Tensor = forward(hidden_states, cache_params=cache_params, **kwargs)
+        return mixed
+    tokens = torch.split(hidden_states, 1, dim=1)
+    return torch.cat([forward(token, cache_params=cache_params, **kwargs) for token in tokens], 1)
 
 
 def pass_states(model: Any) -> None:
@@ -30,10 +52,10 @@ def pass_states(model: Any) -> None:
                 f"{type(block).__name__} has no {', '.join(missing) or 'rg_lru.recurrent_states'}; this "
                 f"version of transformers is not supported for {type(model).__name__}"
             )
-        block.forward = partial(_forward, block, layer)
+        block.forward = partial(_recurrent, block, layer)
 
 
-def _forward(
+def _recurrent(
     block: Any,
     layer: int,
     input_states: Tensor,
