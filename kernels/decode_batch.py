@@ -427,3 +427,8 @@ def attend_in_c(
 def in_buckets(number: int, *, least: int = 1) -> int:
     """The next power of two, so that sizes that change from batch to batch have few values."""
     return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+def num_pages(length: int, page_size: int) -> int:
+    """Pages of so many rows, the last of which may be partial."""
+    return -(-length // page_size)

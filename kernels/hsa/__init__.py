@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import num_pages as num_pages
 from kvferry.kernels.dispatch import (
     alignment_problem,
     check_attention,
@@ -31,11 +32,6 @@ from kvferry.kernels.softmax import Scaling
 
 MAX_PAGES = 8192
 """Pages of one head that a kernel can choose from: one program chooses among all of them."""
-
-
-def num_pages(length: int, page_size: int) -> int:
-    """ceil(length / P)."""
-    return -(-length // page_size)
 
 
 def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:

@@ -33,9 +33,10 @@ from kvferry.shared.errors import (
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
-from kvferry.shared.wire.frames import part_key
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
+from kvferry.shared.wire.receiver import part_key
+from kvferry.shared.wire.sender import BlockSender
 
 PREFILL_RANK = "kvferry.services.prefill.rank:PrefillRank"
 """The class of the other ranks, for `load_parallel_model`."""

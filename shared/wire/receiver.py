@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import structlog
 
@@ -20,8 +21,10 @@ from kvferry.shared.errors import (
     KvferryError,
     LeaseExpired,
     MalformedMessage,
+    ProtocolMismatch,
     TransferFailed,
 )
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
     TransferCursor,
@@ -264,7 +267,7 @@ class BlockServer:
     def _write(
         self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview | bytes]
     ) -> None:
-        for block, part in incoming.cursor.split(header, payload):
+        for block, part in split(incoming.cursor, header, payload):
             self._sink.write(block, part)
         if incoming.cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
             self._grant(incoming)
@@ -391,3 +394,53 @@ def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> En
             reason="totals",
         )
     return end
+
+
+def split(
+    cursor: TransferCursor, header: FrameHeader, frames: Sequence[memoryview | bytes]
+) -> list[tuple[BlockHeader, memoryview]]:
+    """The bytes of the LAYER or BLOCK message that has just passed the cursor, by tensor."""
+    start, parts = header.offset, []
+    for raw in frames:
+        frame = memoryview(raw)
+        while frame.nbytes:
+            tensor = bisect_right(cursor.starts, start) - 1
+            begin, end = cursor.starts[tensor : tensor + 2]
+            part = frame[: end - start]
+            block = BlockHeader(
+                key=header.key,
+                sequence=header.sequence,
+                layer=cursor.layer,
+                tensor=tensor,
+                tensor_bytes=end - begin,
+                offset=start - begin,
+            )
+            parts.append((block, part))
+            start += part.nbytes
+            frame = frame[part.nbytes :]
+    return parts
+
+
+def model_fields(spec: ModelSpec) -> dict[str, Any]:
+    """The fields of a manifest that name a model and its shapes."""
+    return {
+        "model_fingerprint": spec.fingerprint,
+        "dtype": spec.dtype,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+    }
+
+
+def check_manifest(manifest: Manifest, expected: Mapping[str, object]) -> None:
+    """Require these values of some fields. Raises: ProtocolMismatch, reason "manifest_FIELD"."""
+    for name, own in expected.items():
+        if (sent := getattr(manifest, name)) != own:
+            raise ProtocolMismatch(
+                f"the manifest's {name} is {sent!r}; this worker expects {own!r}", reason=f"manifest_{name}"
+            )
+
+
+def part_key(key: TransferKey, first_head: int) -> TransferKey:
+    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
+    return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)

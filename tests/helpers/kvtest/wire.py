@@ -46,8 +46,9 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvtest.ports import unreachable_endpoint
@@ -152,15 +153,8 @@ class Wire:
         self._closers.append(server.close)
         return server
 
-    def sender(
-        self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S, keepalive_interval_s: float = 2.0
-    ) -> BlockSender:
-        sender = BlockSender(
-            self._connecting(),
-            buffer_bytes=buffer_bytes,
-            timeout_s=timeout_s,
-            keepalive_interval_s=keepalive_interval_s,
-        )
+    def sender(self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S) -> BlockSender:
+        sender = BlockSender(self._connecting(), buffer_bytes=buffer_bytes, timeout_s=timeout_s)
         self._closers.append(sender.close)
         return sender
 

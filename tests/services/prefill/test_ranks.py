@@ -34,10 +34,10 @@ from kvferry.shared.process.worker import ProcessTransport
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
-from kvferry.shared.wire.frames import part_key, peek_key
+from kvferry.shared.wire.frames import peek_key
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import TransferKey
-from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.receiver import BlockServer, part_key
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqListeningChannel
 from kvferry.tools.certs import make_certs

@@ -65,7 +65,7 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout(kind: str) -> None:
         with pytest.raises(TransferFailed) as failed:
             transfer.wait(kit.WAIT_S)
         assert failed.value.reason == "timeout"
-        assert sender.buffered_bytes == 0
+        assert sender.buffer.used_bytes == 0
     finally:
         sender.close()
 
