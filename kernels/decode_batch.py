@@ -229,8 +229,10 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
         path = planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
+        self._in_triton = path in ("triton", "interpreter")
         self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None
-        self.has_tables = self._is_native or path in ("triton", "interpreter")
+        self._packed_tokens: tuple[Tensor, Tensor] | None = None  # entries and codes, for C code
+        self.has_tables = self._is_native or self._in_triton
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
         self._placed_at: dict[int, int] = {}
@@ -251,7 +253,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Raises: ValueError: rows whose addresses a Triton kernel cannot load 16 bytes at a time, which would
             cost the process its device.
         """
-        if self.has_tables and not self._is_native:
+        if self._in_triton:
             for rows in layers.values():
                 if problem := self._problem(rows):
                     raise ValueError(problem)
@@ -317,9 +319,15 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
         """`attend` by launches for all slots, without falling back."""
         queries, keys, values, scaling = step
-        output = self._output[: len(queries)]
+        output, heads = self._output[: len(queries)], self._tables.layer(layer, len(queries))
         step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
-        self._launch(layer, step, scratch, output)
+        if self._c_code is None:
+            self._launch(layer, heads, step, scratch, output)
+        elif self._packed_tokens is None:
+            attend_in_c(self._c_code, heads, self._base, step, output)
+        else:
+            entries, codes = self._packed_tokens
+            attend_in_c(self._c_code, heads, self._base, step, output, entries[layer, : len(heads)], codes)
         return output
 
     def attend_slots(self, layer: int, step: NewTokens, errors: Errors) -> Tensor:
@@ -365,8 +373,9 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         """Append a row and attend for one slot in torch. Returns: `[H_kv, G, D]`."""
 
     @abstractmethod
-    def _launch(self, layer: int, step: NewTokens, scratch: Scratch, output: Tensor) -> None:
-        """Append and attend for the first slots into `output`; all tensors are contiguous."""
+    def _launch(self, layer: int, heads: Tensor, step: NewTokens, scratch: Scratch, output: Tensor) -> None:
+        """Append and attend in Triton, for the first slots, whose descriptors are `heads`, into `output`; all
+        tensors are contiguous."""
 
 
 def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
