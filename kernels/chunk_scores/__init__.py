@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem, uses_native
+from kvferry.kernels.dispatch import check_scores, check_size, launch, path_for, scores_problem, uses_native
 from kvferry.kernels.quarantine import attempt
 
 MAX_LOGITS = 1 << 24
@@ -48,8 +48,7 @@ def chunk_scores(
         raise ValueError(
             f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
         )
-    torch_path = shared_chunk_scores_torch if shared else chunk_scores_torch
-    in_torch = partial(torch_path, queries, keys, chunk_tokens, scaling)
+    in_torch = partial(_in_torch, queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
     # the C code takes any shapes and strides
     problem = None if uses_native("chunk_scores", keys.device) else partial(scores_problem, queries, keys)
     path = path_for("chunk_scores", keys.device, problem)
@@ -57,20 +56,14 @@ def chunk_scores(
         return in_torch()
     if path == "native":
         # its check imports this module
-        from kvferry.kernels.chunk_scores import native
+        return launch("chunk_scores.native.chunk_scores", in_torch)
+    in_triton = "chunk_scores.triton_kernel.chunk_scores"
+    return attempt("chunk_scores", lambda: launch(in_triton, in_torch), in_torch)
 
-        return native.chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
 
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.chunk_scores import triton_kernel
-
-        scores: Tensor = triton_kernel.chunk_scores(
-            queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared
-        )
-        return scores
-
-    return attempt("chunk_scores", launch, in_torch)
+def _in_torch(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
+    scores = shared_chunk_scores_torch if shared else chunk_scores_torch
+    return scores(queries, keys, chunk_tokens, scaling)
 
 
 def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:

@@ -23,11 +23,11 @@ from kvferry.kernels.dispatch import (
     check_same_kind,
     check_size,
     path_for,
+    run,
     shape_problem,
     width_problem,
 )
 from kvferry.kernels.hsa import torch_path
-from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling
 
 MAX_PAGES = 8192
@@ -140,17 +140,7 @@ def attend(
     cache = keys[:, :length], values[:, :length], page_max, page_min
     sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
     in_torch = partial(torch_path.attend, queries, *cache, **sizes, scaling=scaling)
-    if path_for("hsa", queries.device, unsupported) == "torch":
-        return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.hsa import triton_kernel
-
-        attended: Tensor = triton_kernel.attend(queries, *cache, **sizes, scaling=scaling)
-        return attended
-
-    return attempt("hsa", launch, in_torch)
+    return run("hsa", queries.device, "hsa.triton_kernel.attend", in_torch, unsupported)
 
 
 def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:
