@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
-from kvferry.kernels.native.library import library
+from kvferry.kernels.native.library import is_compared, library
 from kvferry.kernels.quarantine import attempt, is_quarantined
 from kvferry.kernels.softmax import Scaling, Softmax
 
@@ -227,7 +227,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
-        path = planned_path(op, shape.device, problem)
+        path = "native" if is_compared() else planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
         self._in_triton = path in ("triton", "interpreter")
         self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None

@@ -48,20 +48,19 @@ def chunk_scores(
         raise ValueError(
             f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
         )
-    in_torch = partial(_in_torch, queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
+    call = partial(in_torch, queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
     # the C code takes any shapes and strides
     problem = None if uses_native("chunk_scores", keys.device) else partial(scores_problem, queries, keys)
     path = path_for("chunk_scores", keys.device, problem)
     if path == "torch":
-        return in_torch()
+        return call()
     if path == "native":
-        # its check imports this module
-        return launch("chunk_scores.native.chunk_scores", in_torch)
-    in_triton = "chunk_scores.triton_kernel.chunk_scores"
-    return attempt("chunk_scores", lambda: launch(in_triton, in_torch), in_torch)
+        return launch("chunk_scores.native.chunk_scores", call)
+    return attempt("chunk_scores", lambda: launch("chunk_scores.triton_kernel.chunk_scores", call), call)
 
 
-def _in_torch(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
+def in_torch(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
+    """`chunk_scores` in torch; arguments are not checked."""
     scores = shared_chunk_scores_torch if shared else chunk_scores_torch
     return scores(queries, keys, chunk_tokens, scaling)
 

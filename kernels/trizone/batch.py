@@ -20,7 +20,7 @@ from kvferry.kernels.decode_batch import (
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
 from kvferry.kernels.dispatch import alignment_problem
-from kvferry.kernels.native import library as native
+from kvferry.kernels.native.library import has_halves
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.softmax import plain
@@ -94,9 +94,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
 
     @classmethod
     def _fits_native(cls, shape: BatchShape) -> bool:
-        if not super()._fits_native(shape) or shape.head_dim % NATIVE_CHANNELS:
-            return False
-        return bool(native.library().kvferry_kinds() >> native.KINDS[torch.float16] & 1)
+        return super()._fits_native(shape) and shape.head_dim % NATIVE_CHANNELS == 0 and has_halves()
 
     def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
         """See `SlotBatch.place`."""
