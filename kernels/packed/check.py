@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.host_read import HostRead
 from kvferry.kernels.packed.key_words import half_tiles
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.quarantine import attempt
@@ -56,7 +55,7 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
         # a CPU install has no Triton
         from kvferry.kernels.packed import check_kernel
 
-        found = HostRead(check_kernel.begin(packed, num_prompt_tokens))
+        found = _HostRead(check_kernel.begin(packed, num_prompt_tokens))
 
         def refuse() -> None:
             faults, largest = check_kernel.faults(found.wait()).unbind(1)
@@ -140,3 +139,25 @@ def _first_head(bad: Tensor, sizes: Sequence[int]) -> int | None:
         return None
     stops = list(itertools.accumulate(sizes))
     return bisect.bisect_right(stops, int(bad.nonzero()[0]))
+
+
+class _HostRead:
+    """Begins to copy a tensor to the host. On a CPU there is nothing to copy.
+
+    On CUDA the copy follows the current stream's work into pinned memory, and any thread may wait for it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.cpu()
