@@ -159,8 +159,7 @@ class _Client:
                                 answered = None
                             yield decode(message)
                 except (asyncio.CancelledError, grpc.aio.AioRpcError):
-                    task = asyncio.current_task()
-                    if not silent.is_set() or (task is not None and task.cancelling()):
+                    if not silent.is_set() or _is_cancelled():
                         raise
                     raise WorkerUnavailable(
                         f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
@@ -190,6 +189,11 @@ class _Client:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"
             ) from None
+
+        def ended(code: Any, details: str | None, trailing: Any) -> KvferryError:
+            seal = Seal(method.path, call_id)
+            return from_status(code, details or "", trailing or (), peer=self._address, seal=seal)
+
         try:
             yield call
         except InvalidRequest as error:
@@ -197,27 +201,14 @@ class _Client:
                 f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
             ) from error
         except grpc.aio.AioRpcError as error:
-            raise from_status(
-                error.code(),
-                error.details() or "",
-                cast(Any, error.trailing_metadata() or ()),
-                peer=self._address,
-                seal=Seal(method.path, call_id),
-            ) from error
+            raise ended(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
             # task.
-            task = asyncio.current_task()
-            if call.done() and (task is None or not task.cancelling()):
-                code, details, metadata = (
-                    await call.code(),
-                    await call.details(),
-                    await call.trailing_metadata(),
-                )
-                raise from_status(
-                    code, details or "", metadata or (), peer=self._address, seal=Seal(method.path, call_id)
-                ) from None
-            raise
+            if not call.done() or _is_cancelled():
+                raise
+            code, details = await call.code(), await call.details()
+            raise ended(code, details, await call.trailing_metadata()) from None
         finally:
             call.cancel()
 
@@ -299,6 +290,12 @@ class GrpcPrefillClient(_Client):
 
     def pending_turn(self, session: SessionKey, *, timeout_s: float) -> _Answer[PendingInfo]:
         return self._unary("PendingTurn", session, timeout_s)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled our task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _rest(
