@@ -19,7 +19,6 @@ from kvferry.kernels.decode_batch import num_pages as num_pages
 from kvferry.kernels.dispatch import (
     alignment_problem,
     check_attention,
-    check_new_row,
     check_same_kind,
     check_size,
     path_for,
@@ -50,7 +49,12 @@ def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, pag
 def update_page_extremes(
     page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
 ) -> None:
-    """Fold one new row into its page; the first row of a page starts it."""
+    """Fold one new row into its page; the first row of a page starts it.
+
+    Args:
+        page_max, page_min: `[H_kv, ceil(cap / P), D]`, valid for the rows before `position`.
+        key: `[H_kv, D]`.
+    """
     page = position // page_size
     highest, lowest = page_max.select(1, page), page_min.select(1, page)
     if position % page_size == 0:
@@ -75,36 +79,6 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     path_for("hsa_pages", keys.device)
     write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
-
-
-def append_row(
-    keys: Tensor,
-    values: Tensor,
-    page_max: Tensor,
-    page_min: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    position: int,
-    page_size: int,
-) -> None:
-    """Write one token's K and V as row `position` and fold the key into its page's extremes, in place.
-
-    Args:
-        keys, values: `[H_kv, cap, D]`.
-        page_max, page_min: `[H_kv, ceil(cap / P), D]`, valid for the rows before `position`.
-        key, value: `[H_kv, D]`.
-        position: the row to write, equal to the rows in use before the call.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or position is out of range.
-    """
-    check_pages(keys, page_max, page_min, length=position + 1, page_size=page_size)
-    check_new_row(keys, values, key, value)
-    path_for("hsa_pages", keys.device)
-    keys[:, position] = key
-    values[:, position] = value
-    update_page_extremes(page_max, page_min, key, position=position, page_size=page_size)
 
 
 def attend(

@@ -187,7 +187,7 @@ def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:
 
 
 class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
-    """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
+    """A `SlotBatch` by `hsa.update_page_extremes` and `hsa.attend`."""
 
     C_FUNCTION = "kvferry_attend_sparse"
 
