@@ -22,7 +22,8 @@ from torch import Tensor
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
 from kvferry.kernels.native.library import is_compared, library
-from kvferry.kernels.quarantine import attempt, is_quarantined
+from kvferry.kernels.quarantine import attempt, recovered, rehearsing
+from kvferry.kernels.quarantine import state as quarantine
 from kvferry.kernels.softmax import Scaling, Softmax
 
 Errors = dict[int, Exception]
@@ -245,7 +246,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     @property
     def is_launched(self) -> bool:
         """Whether one launch runs it for all slots, so that a step does not wait for the device."""
-        return self.has_tables and not is_quarantined(self.op)
+        return self.has_tables and self.op not in quarantine.by_op
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
         """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind.
@@ -314,7 +315,12 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             count({(self.op, "native"): 1})
         else:
             path_for(self.op, self._shape.device)
-        return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
+        if rehearsing.is_on:
+            return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
+        try:  # as `attempt`, once less a layer
+            return self.attend_launched(layer, step, scratch)
+        except Exception as error:
+            return recovered(self.op, error, in_torch)
 
     def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
         """`attend` by launches for all slots, without falling back."""
