@@ -65,7 +65,6 @@ class _Inputs:
             # every third page of four matters
             token = torch.arange(CAPACITY, device=shape.device)
             keys += 0.5 * common[slot] * ((token // 4 % 3 == 1) & (token < 48))[None, :, None].to(shape.dtype)
-        self.has_nan = has_nan
         if has_nan:
             self.keys_values(SPOILT)[0][0, 17, 3] = torch.nan
             self.new[:, :, SPOILT] = torch.nan

@@ -131,17 +131,13 @@ class BlockHeader:
     """Tells a sink where to write bytes: up to MAX_PAYLOAD_BYTES of one tensor.
 
     Attributes:
-        sequence: of the message that carried them; see `FrameHeader`.
         tensor: index into the layer header's tensors.
-        tensor_bytes: size of the whole tensor.
         offset: where this payload starts in it, in bytes.
     """
 
     key: TransferKey
-    sequence: int
     layer: int
     tensor: int
-    tensor_bytes: int
     offset: int
 
 

@@ -407,14 +407,7 @@ def split(
             tensor = bisect_right(cursor.starts, start) - 1
             begin, end = cursor.starts[tensor : tensor + 2]
             part = frame[: end - start]
-            block = BlockHeader(
-                key=header.key,
-                sequence=header.sequence,
-                layer=cursor.layer,
-                tensor=tensor,
-                tensor_bytes=end - begin,
-                offset=start - begin,
-            )
+            block = BlockHeader(key=header.key, layer=cursor.layer, tensor=tensor, offset=start - begin)
             parts.append((block, part))
             start += part.nbytes
             frame = frame[part.nbytes :]

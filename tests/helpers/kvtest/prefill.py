@@ -92,7 +92,7 @@ class RecordingSink:
         buffer = self._bytes[header.key, header.layer, announced.name]
         assert len(buffer) == header.offset
         buffer.extend(payload)
-        assert len(buffer) <= header.tensor_bytes == size_bytes
+        assert len(buffer) <= size_bytes
 
     def commit(self, end: EndRecord) -> None:
         self.is_committing.set()

@@ -105,7 +105,7 @@ class RecordingSink:
         tensor = self.tensors.setdefault((header.key, header.layer, announced.name), bytearray())
         assert len(tensor) == header.offset
         start, end = tensor_starts(layers[-1])[header.tensor : header.tensor + 2]
-        assert header.offset + payload.nbytes <= header.tensor_bytes == end - start
+        assert header.offset + payload.nbytes <= end - start
         tensor += payload
         self.blocks += 1
 
