@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
-from kvferry.shared.control.event_streams import EVENTS_KEY
+from kvferry.shared.control.event_streams import EVENTS_KEY, Ended, Item, SharedEvents
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     EventsOfCalls,
@@ -35,7 +35,6 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
 from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, ROUTER_KEY, size_limits
-from kvferry.shared.control.shared_events import Ended, Item, SharedEvents
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
 from kvferry.shared.process.silence import SilenceTimer
