@@ -26,11 +26,6 @@ _SCALES_FAULT = "scales of head {head} must be finite and positive, and minima f
 _HALVES_FAULT = "what head {head} keeps at 16 bits must be finite"
 
 
-def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """As `begin_packed_check`, and waits for the result. Raises: as its result."""
-    begin_packed_check(packed, num_prompt_tokens)()
-
-
 def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[[], None]:
     """Look for an index, scales or half floats that no packer writes, before anything attends to them.
 
@@ -84,7 +79,7 @@ def _refuse(packed: PackedLayer, num_prompt_tokens: int, found: Sequence[int]) -
 
 
 def check_in_torch(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """`check_packed_layer` in torch."""
+    """The checks in torch. Raises: ValueError: as the result of `begin_packed_check`."""
     names = ("channels", "positions", "key_scales", "key_minima", "value_scales", "value_minima", "values_16")
     of_heads = zip(*map(operator.attrgetter(*names), packed.heads), strict=True)
     channels, positions, key_scales, key_minima, value_scales, value_minima, halves = of_heads
