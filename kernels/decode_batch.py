@@ -428,9 +428,7 @@ def attend_in_c(
         base.numel(),
         *packed,
         *queries.shape[-2:],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
+        *map(Tensor.data_ptr, (queries, keys, values)),
         scaling,
         output.data_ptr(),
     )
