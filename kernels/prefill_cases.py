@@ -94,6 +94,12 @@ def chunk_cases(
         yield from _scores_cases("chunk_scores", shape, name, num_queries, *sides)
 
 
+def _exact(op: str, name: str, run: Callable[..., Tensor]) -> OpCheck:
+    """A case whose sides are equal. Args: run: the kernel if `launched`, else torch."""
+    sides = partial(run, launched=True), partial(run, launched=False)
+    return OpCheck(op=op, name=name, launch=sides[0], expected=sides[1], tolerance=0.0)
+
+
 def pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
     def run(*, launched: bool) -> Tensor:
         generator = torch.Generator().manual_seed(13)
@@ -118,13 +124,7 @@ def pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
             buffer[: packed.layout.size_bytes] = packed.buffer
         return buffer[None].float()
 
-    yield OpCheck(
-        op="pack",
-        name="a prompt, byte by byte",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("pack", "a prompt, byte by byte", run)
 
 
 def knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -143,13 +143,7 @@ def knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
             launch("knapsack.triton_kernel.take_increments", in_torch) if launched else in_torch()
         ).float()
 
-    yield OpCheck(
-        op="knapsack",
-        name="bits of a prompt's tokens",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("knapsack", "bits of a prompt's tokens", run)
 
 
 def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -177,10 +171,4 @@ def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
         result = torch.stack(found).to(shape.device) if launched else expected
         return result.view(1, -1)
 
-    yield OpCheck(
-        op="packed_check",
-        name="a packed prompt with and without faults",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("packed_check", "a packed prompt with and without faults", run)
