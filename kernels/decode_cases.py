@@ -330,7 +330,7 @@ def decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
         if op == "nucleus":
             results = torch.where(weights >= results, weights, 0.0)
         return torch.cat(
-            [its.flatten(1) for its in ([results] if isinstance(results, Tensor) else results)], 1
+            [result.flatten(1) for result in ([results] if isinstance(results, Tensor) else results)], 1
         ).float()
 
     for name in ("add_norm", "rotate", "rotate after norms", "silu_product", "nucleus"):

@@ -193,10 +193,10 @@ class SharedEvents:
 
     def _hand_out(self, message: EventsOfCalls) -> None:
         queues = self._queues
-        for its in message.events:
+        for of_call in message.events:
             # a call that this end has left may still send
             with contextlib.suppress(KeyError):
-                queues[its.call_id].put_nowait(its.event)
+                queues[of_call.call_id].put_nowait(of_call.event)
         for call_id in message.ended:
             with contextlib.suppress(KeyError):
                 queues[call_id].put_nowait(ENDED)
