@@ -197,7 +197,7 @@ class PrefillRanks:
     def start(self, settings: PrefillConfig, on_connected: Callable[[str], None]) -> None:
         """Have the other ranks make their block senders; waits until they have.
 
-        Args: on_connected: as of `BlockTransport.sender`.
+        Args: on_connected: as of `BlockTransport.connecting`.
         Raises: ConfigurationError: one cannot.
         """
         if self._lead is None:

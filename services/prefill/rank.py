@@ -165,10 +165,11 @@ class PrefillRank(FollowingRank):
         self._copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
         certs = Certs(settings.certs, "prefill") if settings.certs else None
-        self._sender = ProcessTransport(settings, certs).sender(
+        transport = ProcessTransport(settings, certs)
+        self._sender = BlockSender(
+            transport.connecting(lambda name: self.note(("connected", name))),
             buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
             timeout_s=settings.transfer_timeout_s,
-            on_connected=lambda transport: self.note(("connected", transport)),
         )
 
     def ship(
