@@ -33,19 +33,6 @@ MAX_PAGES = 8192
 """Pages of one head that a kernel can choose from: one program chooses among all of them."""
 
 
-def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
-    """Extremes of all pages that `keys` covers, written to the front of `page_max` and `page_min`."""
-    num_kv_heads, length, head_dim = keys.shape
-    num_full = length // page_size
-    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
-    torch.amax(pages, dim=2, out=page_max[:, :num_full])
-    torch.amin(pages, dim=2, out=page_min[:, :num_full])
-    if length % page_size:
-        rest = keys[:, num_full * page_size :]
-        page_max[:, num_full] = rest.amax(1)
-        page_min[:, num_full] = rest.amin(1)
-
-
 def update_page_extremes(
     page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
 ) -> None:
@@ -78,7 +65,15 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
     """
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     path_for("hsa_pages", keys.device)
-    write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
+    num_kv_heads, _, head_dim = keys.shape
+    num_full = length // page_size
+    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
+    torch.amax(pages, dim=2, out=page_max[:, :num_full])
+    torch.amin(pages, dim=2, out=page_min[:, :num_full])
+    if length % page_size:
+        rest = keys[:, num_full * page_size : length]
+        page_max[:, num_full] = rest.amax(1)
+        page_min[:, num_full] = rest.amin(1)
 
 
 def attend(
