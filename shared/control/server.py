@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -173,7 +173,9 @@ def _handler(
                 stream = streams.find(headers.get(EVENTS_KEY, "")) if seal is not None else None
                 if stream is not None:
                     await _sent(context.send_initial_metadata(((EVENTS_KEY, "shared"),)))
-                with _span(span_name, headers), stream.of_call() if stream is not None else nullcontext():
+                parent = context_of(headers)
+                span = nullcontext() if parent is None else entry(span_name, parent)
+                with span, stream.of_call() if stream is not None else nullcontext():
                     async with aclosing(answer), write_all as write:
                         call_id, is_shared = headers.get(SEALED_KEY, ""), False
                         async for event in answer:
@@ -244,9 +246,3 @@ async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[byte
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-
-def _span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-    """A tracing span, if the call belongs to a trace."""
-    parent = context_of(headers)
-    return nullcontext() if parent is None else entry(name, parent)
