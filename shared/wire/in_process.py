@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 
@@ -36,19 +35,13 @@ class InProcessHub:
         on_connected("in_process")
         return InProcessChannel(self, f"client/{next(self._numbers)}")
 
-    def listening(self, name: str = "") -> InProcessChannel:
-        """A receiver's channel at `inproc://name`; at a new number if the name is empty.
-
-        Raises:
-            ConfigurationError: the name is taken.
-        """
-        return InProcessChannel(self, f"{SCHEME}{name or next(self._numbers)}", limit=MAX_QUEUED_MESSAGES)
+    def listening(self) -> InProcessChannel:
+        """A receiver's channel at a new endpoint."""
+        return InProcessChannel(self, f"{SCHEME}{next(self._numbers)}", limit=MAX_QUEUED_MESSAGES)
 
     def register(self, name: Peer, channel: InProcessChannel) -> None:
-        """Raises ConfigurationError if the name is taken."""
+        """Add a channel, whose name no other has."""
         with self._lock:
-            if name in self.channels:
-                raise ConfigurationError(f"in-process endpoint {name.decode()!r} is already in use")
             self.channels[name] = channel
 
     def unregister(self, name: Peer) -> None:
