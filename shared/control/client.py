@@ -34,7 +34,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
 )
 from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
-from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, ROUTER_KEY, size_limits
+from kvferry.shared.control.server import MAX_MESSAGE_BYTES, MESSAGE_LIMITS, REQUEST_ID_KEY, ROUTER_KEY
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
 from kvferry.shared.process.silence import SilenceTimer
@@ -53,6 +53,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
+    *MESSAGE_LIMITS,
 )
 
 IDLE_LIMIT_S = 10.0
@@ -71,14 +72,7 @@ class _Client:
     _service: Service
     _role: Role
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        certs: Certs | None = None,
-        router: str = "",
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    ) -> None:
+    def __init__(self, address: str, *, certs: Certs | None = None, router: str = "") -> None:
         """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
         the first call.
 
@@ -90,14 +84,12 @@ class _Client:
         self._router = router
         self.heard_s = 0.0
         """When a stream last brought a message, on the event loop's clock."""
-        self._max_message_bytes = max_message_bytes
-        options = (*_OPTIONS, *size_limits(max_message_bytes))
         if certs is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
             named = ("grpc.ssl_target_name_override", tls_name(self._role))
             self._channel = grpc.aio.secure_channel(
-                address, certs.channel_credentials(), options=(*options, named)
+                address, certs.channel_credentials(), options=(*_OPTIONS, named)
             )
 
     async def close(self) -> None:
@@ -177,9 +169,9 @@ class _Client:
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
         message = Seal(method.path, call_id).close(method.request.encode(request))
-        if len(message) > self._max_message_bytes:
+        if len(message) > MAX_MESSAGE_BYTES:
             raise PayloadTooLarge(
-                f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
+                f"the request is {len(message)} bytes for a worker; it may be {MAX_MESSAGE_BYTES}"
             )
         try:
             metadata = ((ROUTER_KEY, self._router), *_metadata(request_id, call_id, events_id))
