@@ -91,17 +91,12 @@ def _attention_mass(queries: Tensor, keys: Tensor, scaling: float, *, per_query_
     return attention_mass(queries, keys, scaling=scaling, per_query_head=per_query_head)
 
 
-def column_sums_torch(
-    queries: Tensor, keys: Tensor, scaling: float, max_logits: int = MAX_LOGITS
-) -> ColumnSums:
-    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked.
-
-    Args: max_logits: bound on a chunk's logits.
-    """
+def column_sums_torch(queries: Tensor, keys: Tensor, scaling: float) -> ColumnSums:
+    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked."""
     num_kv_heads, group, num_queries, head_dim = queries.shape
     num_tokens = keys.shape[1]
     history = num_tokens - num_queries
-    chunk = min(max(1, max_logits // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
+    chunk = min(max(1, MAX_LOGITS // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).triu(1)
     sums = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     variances = torch.empty(num_kv_heads, group, dtype=torch.float32, device=keys.device)

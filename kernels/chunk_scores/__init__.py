@@ -82,14 +82,12 @@ def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling
     return scores
 
 
-def shared_chunk_scores_torch(
-    queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float, max_logits: int = MAX_LOGITS
-) -> Tensor:
+def shared_chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:
     """`chunk_scores` of shared queries in torch; arguments are not checked."""
     num_kv_heads, num_tokens, _ = keys.shape
     num_rows = queries.shape[1] * queries.shape[2]
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
-    spans = _spans(num_tokens, chunk_tokens, max_logits // (num_rows * chunk_tokens))
+    spans = _spans(num_tokens, chunk_tokens, MAX_LOGITS // (num_rows * chunk_tokens))
     for head in range(num_kv_heads):
         rows = queries[head].flatten(0, 1).float() * scaling
         for begin, end, size in spans:

@@ -53,7 +53,8 @@ BEAT_INTERVAL_S = 1.0
 _TAKEOVER_S = 1.0
 """How long a sender that comes over another connection waits for the loss of its former one."""
 _PROBE_S = 0.05
-DEFAULT_IDLE_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 30.0
+"""A transfer is aborted if nothing, not even a keepalive, arrives for this long."""
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -129,24 +130,14 @@ class BlockServer:
     """
 
     def __init__(
-        self,
-        channel: ListeningChannel,
-        sink: BlockSink,
-        *,
-        idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
-        on_late_block: Callable[[], None] | None = None,
+        self, channel: ListeningChannel, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> None:
-        """
-        Args:
-            idle_timeout_s: a transfer is aborted if nothing, not even a keepalive, arrives for this long.
-            on_late_block: called for each block that belongs to no open transfer.
+        """Args: on_late_block: called for each block that belongs to no open transfer.
 
-        Raises:
-            ConfigurationError: the address cannot be bound.
+        Raises: ConfigurationError: the address cannot be bound.
         """
         self._channel = channel
         self._sink = sink
-        self._idle_timeout_s = idle_timeout_s
         self._on_late_block = on_late_block or (lambda: None)
         self._transfers: dict[TransferKey, _IncomingTransfer] = {}
         self._committed: dict[TransferKey, _IncomingTransfer] = {}
@@ -180,7 +171,7 @@ class BlockServer:
 
     def _serve(self) -> None:
         next_sweep_s = 0.0
-        wait_s = tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
+        wait_s = tick_s = min(BEAT_INTERVAL_S, IDLE_TIMEOUT_S / 4)
         while not self._stopping:
             for event in self._channel.poll(wait_s):
                 if isinstance(event, Received):
@@ -361,8 +352,8 @@ class BlockServer:
         """Abort idle transfers and those whose sender did not come back; repeat the credit of quiet ones."""
         now_s = time.monotonic()
         for incoming in tuple(self._transfers.values()):
-            if now_s - incoming.heard_at_s > self._idle_timeout_s:
-                message = f"nothing was received for {self._idle_timeout_s} s"
+            if now_s - incoming.heard_at_s > IDLE_TIMEOUT_S:
+                message = f"nothing was received for {IDLE_TIMEOUT_S} s"
                 self._fail(incoming, TransferFailed(message, reason="idle"))
             elif incoming.lost_at_s is not None:
                 if now_s - incoming.lost_at_s > RESUME_S:
@@ -370,7 +361,7 @@ class BlockServer:
             elif now_s - incoming.told_at_s > BEAT_INTERVAL_S:
                 self._grant(incoming)
         for key, committed in tuple(self._committed.items()):
-            if now_s - committed.heard_at_s > self._idle_timeout_s:
+            if now_s - committed.heard_at_s > IDLE_TIMEOUT_S:
                 del self._committed[key]
 
     def _send(self, peer: Peer, header: FrameHeader, payload: bytes = b"") -> SendResult:

@@ -133,7 +133,7 @@ class Wire:
         self._closers: list[Callable[[], None]] = []
         self.late_blocks = 0
 
-    def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> BlockServer:
+    def server(self, sink: BlockSink) -> BlockServer:
         channel: ListeningChannel
         if self.kind == "inproc":
             channel = self._hub.listening()
@@ -144,12 +144,7 @@ class Wire:
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
             channel = ZmqListeningChannel(bind)
-        server = BlockServer(
-            channel,
-            sink,
-            idle_timeout_s=idle_timeout_s,
-            on_late_block=self._on_late_block,
-        )
+        server = BlockServer(channel, sink, on_late_block=self._on_late_block)
         self._closers.append(server.close)
         return server
 
