@@ -92,12 +92,6 @@ def on_quarantine(listener: Callable[[Quarantined], None]) -> None:
             state.listeners.append(listener)
 
 
-def release_all() -> None:
-    """Use all kernels again, after a test."""
-    with state.lock:
-        state.by_op = {}
-
-
 def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
     """What `launch` returns; if it raises, what `in_torch` returns, and the operator is quarantined.
 
