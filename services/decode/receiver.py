@@ -28,7 +28,6 @@ from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.frames import check_manifest, model_fields, part_key
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
@@ -37,6 +36,7 @@ from kvferry.shared.wire.messages import (
     Manifest,
     TransferKey,
 )
+from kvferry.shared.wire.receiver import check_manifest, model_fields, part_key
 
 _EXPECT_TIMEOUT_S = 30.0
 """How long an awaited transfer waits for this rank to be told of it, which happens between two steps."""

@@ -16,9 +16,10 @@ from kvferry.shared.control.messages import HistoryReturned, Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.telemetry.metrics import DecodeMetrics
-from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
+from kvferry.shared.wire.receiver import model_fields
+from kvferry.shared.wire.sender import BlockSender
 
 _MAX_ENDPOINTS = 64
 """Prefill workers for which threads stay."""

@@ -30,7 +30,7 @@ from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.tracing import begin, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
-from kvferry.shared.wire.sender import OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 
 _log = structlog.get_logger(__name__)
 

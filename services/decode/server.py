@@ -15,6 +15,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.serving import end_process
 from kvferry.shared.process.worker import BlockTransport, RankTransport, run_worker
 from kvferry.shared.telemetry.metrics import DecodeMetrics
+from kvferry.shared.wire.sender import BlockSender
 
 
 async def run(config: DecodeConfig) -> None:
@@ -35,11 +36,11 @@ async def build_service(
         on_device_lost=end_process,
         rank_transport=RankTransport.of(config, "decode"),
         server_factory=partial(transport.server, on_late_block=metrics.late_blocks.inc),
-        sender=transport.sender(
+        sender=BlockSender(
+            transport.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
             buffer_bytes=config.send_buffer_bytes,
             peer_bytes=config.send_buffer_bytes // 2,
             timeout_s=config.history_timeout_s,
-            on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
         ),
     )
     return service, service.registry

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvferry.kernels import dispatch
 from kvferry.kernels.case import TOLERANCES
 from kvferry.kernels.decode_batch import CachedRows, WindowRows
-from kvferry.kernels.hsa import write_page_extremes
+from kvferry.kernels.hsa import page_extremes
 from kvferry.kernels.hsa.batch import SparseRows
 from kvferry.kernels.kivi.batch import QuantisedRows
 from kvferry.kernels.packed_hsa.batch import SparsePackedRows
@@ -152,9 +152,10 @@ def _repair(rows: CachedRows) -> None:
         begin = page * rows.page_size
         if begin < rows.length:
             pages = slice(page, page + 1)
-            write_page_extremes(
+            page_extremes(
                 rows.keys[:, begin : rows.length],
                 rows.page_max[:, pages],
                 rows.page_min[:, pages],
+                length=rows.length - begin,
                 page_size=rows.page_size,
             )

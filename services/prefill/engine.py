@@ -36,8 +36,8 @@ from kvferry.shared.process.freeing_rate import LONGEST_S
 from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import carrier, stage
-from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.receiver import model_fields
 
 log = structlog.get_logger(__name__)
 

@@ -41,9 +41,10 @@ from kvferry.shared.errors import (
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.telemetry.tracing import stage
-from kvferry.shared.wire.frames import part_key
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
+from kvferry.shared.wire.receiver import part_key
+from kvferry.shared.wire.sender import BlockSender
 
 PREFILL_RANK = "kvferry.services.prefill.rank:PrefillRank"
 """The class of the other ranks, for `load_parallel_model`."""
@@ -235,7 +236,7 @@ class PrefillRanks:
     def start(self, settings: PrefillConfig, on_connected: Callable[[str], None]) -> None:
         """Have the other ranks make their block senders; waits until they have.
 
-        Args: on_connected: as of `BlockTransport.sender`.
+        Args: on_connected: as of `BlockTransport.connecting`.
         Raises: ConfigurationError: one cannot.
         """
         if self._lead is None:

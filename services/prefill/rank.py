@@ -151,10 +151,11 @@ class PrefillRank(FollowingRank):
             self._sender.close()
         self.copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
-        self._sender = ProcessTransport(settings, "prefill").sender(
+        transport = ProcessTransport(settings, "prefill")
+        self._sender = BlockSender(
+            transport.connecting(lambda name: self.note(("connected", name))),
             buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
             timeout_s=settings.transfer_timeout_s,
-            on_connected=lambda transport: self.note(("connected", transport)),
         )
 
     def ship(

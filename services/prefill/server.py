@@ -26,6 +26,7 @@ from kvferry.shared.process.serving import end_process
 from kvferry.shared.process.worker import BlockTransport, run_worker
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys
+from kvferry.shared.wire.sender import BlockSender
 
 _COMMIT_TIMEOUT_S = 8.0
 """How long a commit waits for Redis. Less than the router waits for a commit."""
@@ -47,10 +48,10 @@ async def build_service(
 ) -> tuple[PrefillService, CollectorRegistry]:
     """The service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
-    sender = transport.sender(
+    sender = BlockSender(
+        transport.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
         buffer_bytes=max(1, config.buffer_bytes // model.num_ranks),
         timeout_s=config.transfer_timeout_s,
-        on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
     )
     service = PrefillService(
         model=model,

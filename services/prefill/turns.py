@@ -27,7 +27,6 @@ from kvferry.shared.errors import LeaseExpired, ProtocolMismatch, SessionPending
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.spec import TORCH_DTYPES, ModelSpec
-from kvferry.shared.wire.frames import check_manifest, model_fields
 from kvferry.shared.wire.messages import (
     BlockHeader,
     EndRecord,
@@ -36,6 +35,7 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
+from kvferry.shared.wire.receiver import check_manifest, model_fields
 
 _MAX_BEGUN = 16_384
 """Sessions whose last turn's base is remembered."""

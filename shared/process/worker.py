@@ -40,9 +40,8 @@ from kvferry.shared.telemetry.metrics import certificate_expiry
 from kvferry.shared.telemetry.metrics_server import serve_metrics
 from kvferry.shared.telemetry.tracing import setup_tracing
 from kvferry.shared.trust.certs import Certs
-from kvferry.shared.wire.channel import ignore_transport
+from kvferry.shared.wire.channel import Channel, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.transports import make_transport
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
@@ -55,15 +54,11 @@ _END_MARGIN_S = 2.0
 class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
-    def sender(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        peer_bytes: int = 0,
-        on_connected: Callable[[str], None] = ...,
-    ) -> BlockSender:
-        """Args: on_connected: gets the name of the transport when that to a receiver is known."""
+    def connecting(self, on_connected: Callable[[str], None] = ...) -> Channel:
+        """A sender's channel.
+
+        Args: on_connected: gets the name of the transport when that to a receiver is known.
+        """
         ...
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
@@ -80,16 +75,8 @@ class ProcessTransport:
         self._keys = certs.block_keys() if certs is not None else None
         self._transport = make_transport(settings)
 
-    def sender(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        peer_bytes: int = 0,
-        on_connected: Callable[[str], None] = ignore_transport,
-    ) -> BlockSender:
-        channel = self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
-        return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
+    def connecting(self, on_connected: Callable[[str], None] = ignore_transport) -> Channel:
+        return self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
         """Raises: ConfigurationError: the address cannot be bound."""

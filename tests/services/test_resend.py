@@ -37,6 +37,7 @@ from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics, Rout
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import OneProcessGenerator
 
 WAIT_S = 60.0
@@ -70,7 +71,9 @@ class Stack:
         self.prefill = PrefillService(
             model=model,
             store=store,
-            ranks=PrefillRanks(model, self.hub.sender(buffer_bytes=buffer_bytes, timeout_s=WAIT_S)),
+            ranks=PrefillRanks(
+                model, BlockSender(self.hub.connecting(), buffer_bytes=buffer_bytes, timeout_s=WAIT_S)
+            ),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
             config=PrefillConfig(transfer_timeout_s=WAIT_S),
@@ -85,7 +88,7 @@ class Stack:
                 tokenizer=tokenizer,
                 metrics=DecodeMetrics(),
                 server_factory=lambda sink, name=name: self._serve(sink, name),
-                sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+                sender=BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=WAIT_S),
                 rank_transport=RankTransport.of(settings, "decode") if name in in_parts else None,
             )
 

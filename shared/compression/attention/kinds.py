@@ -122,14 +122,13 @@ class Paged(Choosing):
             hsa.page_extremes(cache.keys, *self.extremes(cache), length=length, page_size=self.page_size)
 
     def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
+        super().append(cache, key, value, position=position)
         page_size = self.page_size
         if cache.packed:
-            super().append(cache, key, value, position=position)
             codes = self.codes(cache)
             packed_hsa.append_key(cache.packed[0], codes, key, num_new=position, page_size=page_size)
         else:
-            rows = cache.keys, cache.values, *self.extremes(cache)
-            hsa.append_row(*rows, key, value, position=position, page_size=page_size)
+            hsa.update_page_extremes(*self.extremes(cache), key, position=position, page_size=page_size)
 
 
 @dataclass(frozen=True, kw_only=True)

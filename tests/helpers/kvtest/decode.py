@@ -31,6 +31,7 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import OneProcessGenerator
 
 torch.set_num_threads(1)
@@ -283,8 +284,8 @@ class Harness:
         self.hub = hub or InProcessHub()
         self.model = model or SmallModel()
         self.metrics = DecodeMetrics()
-        self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
-        self.prefill_sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
+        self.sender = BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=20)
+        self.prefill_sender = BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=20)
         self.shipper = Shipper(prefill_model or SmallModel(), self.prefill_sender)
         settings = {"arena_bytes": 1 << 20, "admission_wait_s": 0.2, "warm_up": False} | config
         self.service = DecodeService(

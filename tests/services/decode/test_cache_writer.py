@@ -136,13 +136,14 @@ class Transfer:
     def block(self, layer, tensor, data, start, end, *, tensor_bytes=None):
         sizes = [its.nbytes for its in self.layers[layer].values()]
         tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
-        position = {"key": KEY, "sequence": self.cursor.sequence, "layer": layer}
+        position = {"key": KEY, "layer": layer}
         in_layer = {
+            "sequence": self.cursor.sequence,
             "total_bytes": sum(sizes) - sum(sizes[tensor : tensor + 1]) + tensor_bytes,
             "offset": sum(sizes[:tensor]) + start,
         }
         self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position, **in_layer), end - start)
-        block = BlockHeader(**position, tensor=tensor, tensor_bytes=tensor_bytes, offset=start)
+        block = BlockHeader(**position, tensor=tensor, offset=start)
         self.writer.write(block, memoryview(data)[start:end])
 
     def messages(self, cuts=()):

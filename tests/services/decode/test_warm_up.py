@@ -31,7 +31,7 @@ def device(interpreter, monkeypatch):
     monkeypatch.setattr(warm_up, "PROMPT_TOKENS", (64, 67))
     monkeypatch.setattr("kvferry.services.decode.warm_up.PROMPT_TOKENS", (64, 67))
     yield device
-    quarantine.release_all()
+    quarantine.state.by_op = {}
 
 
 async def until_ready(made):

@@ -34,10 +34,11 @@ from kvferry.shared.process.worker import ProcessTransport
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
-from kvferry.shared.wire.frames import part_key, peek_key
+from kvferry.shared.wire.frames import peek_key
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import TransferKey
-from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.receiver import BlockServer, part_key
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqListeningChannel
 from kvferry.tools.certs import make_certs
@@ -100,10 +101,10 @@ async def started(
     transport = ProcessTransport(config, "prefill")
     ranks = [Decode(keys) for _ in range(num_ranks)]
     store = build_store(config, spec=several.spec, metrics=metrics)
-    sender = transport.sender(
+    sender = BlockSender(
+        transport.connecting(lambda name: metrics.block_connections.labels(name).inc()),
         buffer_bytes=1 << 24,
         timeout_s=config.transfer_timeout_s,
-        on_connected=lambda name: metrics.block_connections.labels(name).inc(),
     )
     service = PrefillService(
         model=model,

@@ -13,8 +13,8 @@ import pytest
 from kvtest.waiting import eventually
 
 from kvferry.shared.control import codec
-from kvferry.shared.control import shared_events as shared_events_module
 from kvferry.shared.control.client import GrpcDecodeClient
+from kvferry.shared.control.event_streams import UNKNOWN_S
 from kvferry.shared.control.messages import (
     EventsOfCalls,
     EventsRequest,
@@ -247,7 +247,7 @@ async def test_without_the_method_calls_use_their_own_streams(
         for number in range(3):
             assert len(await ask(client, f"call-{number}")) == len(kinds(NUM_TOKENS))
         assert client._events.stream_id == ""
-        assert client._events._patience_s == shared_events_module.UNKNOWN_S
+        assert client._events._patience_s == UNKNOWN_S
         assert client.num_messages == 0
     finally:
         await client.close()
