@@ -179,6 +179,10 @@ class ChatTokenizer:
                 param=param,
             )
 
+    def spelling(self, token_id: int) -> str:
+        """The id's entry in the vocabulary; empty for ids of a padded one."""
+        return self._backend.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
         """Text of ids, by default without special tokens; spaces are not cleaned up."""
         skips = not shows_special
