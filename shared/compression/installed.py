@@ -1,4 +1,5 @@
-"""Methods from other installed packages: entry points of the group `kvferry.methods`.
+"""The parts of plans by name: the package's own, and those of other installed packages' methods, which are
+entry points of the group `kvferry.methods`.
 
     [project.entry-points."kvferry.methods"]
     every-other = "some_package:METHOD"        # a `Method`
@@ -12,17 +13,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
-from kvferry.shared.compression.interface import LayerAllocation, Method, ScorerFactory
-from kvferry.shared.compression.plan import Part
+from kvferry.shared.compression.interface import Method
+from kvferry.shared.compression.plan import look_up
 from kvferry.shared.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from kvferry.shared.compression.attention.interface import AttentionKind
-    from kvferry.shared.compression.formats.interface import LayerFormat
-
 GROUP = "kvferry.methods"
+_BROUGHT = {
+    "scorer": "scorer",
+    "representation": "format",
+    "attention": "attention",
+    "layer_allocation": "allocation",
+}
+"""The parts of a plan that a `Method` may bring, and what it calls them."""
 _Entry = TypeVar("_Entry")
 
 
@@ -41,46 +45,45 @@ def installed_methods() -> Mapping[str, Method]:
 
 
 @functools.cache
-def installed_formats() -> Mapping[str, type[LayerFormat]]:
-    """Formats of the installed methods, by the name that their plans use.
+def installed_parts(part: str) -> Mapping[str, Any]:
+    """What installed methods bring for a part of a plan, by the name that plans use.
 
-    Raises: ConfigurationError: as `installed_methods`; or two methods bring different formats of one name.
+    Args: part: an attribute of `CompressionPlan`, one of `_BROUGHT`.
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring different ones of one name.
     """
-    methods = installed_methods().items()
-    return _by_name("format", {name: (its.plan.representation, its.format) for name, its in methods})
-
-
-@functools.cache
-def installed_scorers() -> Mapping[str, ScorerFactory]:
-    """As `installed_formats`, for scorers."""
-    methods = installed_methods().items()
-    return _by_name("scorer", {name: (its.plan.scorer, its.scorer) for name, its in methods})
-
-
-@functools.cache
-def installed_attentions() -> Mapping[str, type[AttentionKind]]:
-    """As `installed_formats`, for decode attentions."""
-    methods = installed_methods().items()
-    return _by_name("attention", {name: (its.plan.attention, its.attention) for name, its in methods})
-
-
-@functools.cache
-def installed_allocations() -> Mapping[str, LayerAllocation]:
-    """As `installed_formats`, for layer allocations."""
-    methods = installed_methods().items()
-    return _by_name(
-        "allocation", {name: (its.plan.layer_allocation, its.allocation) for name, its in methods}
-    )
-
-
-def _by_name(what: str, brought: Mapping[str, tuple[Part | None, _Entry | None]]) -> dict[str, _Entry]:
-    found: dict[str, _Entry] = {}
-    for method, (part, entry) in brought.items():
-        if part is not None and entry is not None and found.setdefault(part.name, entry) is not entry:
+    what, found = _BROUGHT[part], dict[str, Any]()
+    for method, its in installed_methods().items():
+        named, entry = getattr(its.plan, part), getattr(its, what)
+        if named is not None and entry is not None and found.setdefault(named.name, entry) is not entry:
             raise ConfigurationError(
-                f"method {method!r} brings a {what} {part.name!r}; another method does too"
+                f"method {method!r} brings a {what} {named.name!r}; another method does too"
             )
     return found
+
+
+def all_parts(part: str, own: Mapping[str, _Entry]) -> Mapping[str, _Entry]:
+    """The package's own entries for a part of a plan, then those of installed methods.
+
+    Raises: ConfigurationError: as `installed_parts`; or an installed method uses a name of the package.
+    """
+    return with_installed(f"{_BROUGHT[part]}s", own, installed_parts(part))
+
+
+def find_part(part: str, name: str, own: Mapping[str, _Entry]) -> _Entry:
+    """An entry of `all_parts`. Raises: InvalidRequest: none has this name. Else as `all_parts`."""
+    return look_up(part, name, all_parts(part, own))
+
+
+def with_installed(
+    what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
+) -> Mapping[str, _Entry]:
+    """The package's entries of a registry, then those of installed packages.
+
+    Raises: ConfigurationError: an installed package uses a name of the package.
+    """
+    if taken := sorted(set(own) & set(installed)):
+        raise ConfigurationError(f"installed packages name {what} {', '.join(taken)}; the package has them")
+    return {**own, **installed}
 
 
 def _load(entry: EntryPoint) -> Method:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.installed import installed_methods
+from kvferry.shared.compression.installed import installed_methods, with_installed
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
@@ -19,7 +19,6 @@ from kvferry.shared.compression.plan import (
     CompressionPlan,
     ParamValue,
     Part,
-    with_installed,
 )
 from kvferry.shared.compression.rdkv.epsilon import OWN_TABLE
 from kvferry.shared.errors import InvalidRequest

@@ -22,7 +22,7 @@ from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import installed_allocations
+from kvferry.shared.compression.installed import find_part
 from kvferry.shared.compression.interface import LayerAllocation, Sizing
 from kvferry.shared.compression.plan import (
     CompressionPlan,
@@ -30,9 +30,7 @@ from kvferry.shared.compression.plan import (
     ParamValue,
     Part,
     ResolvedPlan,
-    look_up,
     read_params,
-    with_installed,
 )
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.scorers import make_scorer
@@ -246,9 +244,7 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
     Raises: InvalidRequest: an unknown name or bad parameters.
     """
-    allocation = look_up(
-        "layer_allocation", part.name, with_installed("allocations", ALLOCATIONS, installed_allocations())
-    )
+    allocation = find_part("layer_allocation", part.name, ALLOCATIONS)
     return allocation(part.params, rows, num_layers, num_tokens)
 
 

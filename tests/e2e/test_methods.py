@@ -190,7 +190,7 @@ def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-e2e-outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    caches = (installed.installed_methods, installed.installed_scorers, installed.installed_formats)
+    caches = (installed.installed_methods, installed.installed_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

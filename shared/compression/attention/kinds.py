@@ -21,9 +21,9 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
-from kvferry.shared.compression.installed import installed_attentions
+from kvferry.shared.compression.installed import all_parts, find_part
 from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
-from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params, with_installed
+from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
 from kvferry.shared.errors import InvalidRequest
 
 _MAX_SIZE = 1 << 31
@@ -189,11 +189,11 @@ the scorer divides the prompt's rows into the same zones as eviction does."""
 
 def attentions() -> Mapping[str, type[AttentionKind]]:
     """All by name. Raises: ConfigurationError: an installed method brings one whose name is taken."""
-    return with_installed("attentions", ATTENTIONS, installed_attentions())
+    return all_parts("attention", ATTENTIONS)
 
 
 def _attention_class(name: str) -> type[AttentionKind]:
-    return ATTENTIONS.get(name) or look_up("attention", name, attentions())
+    return ATTENTIONS.get(name) or find_part("attention", name, ATTENTIONS)
 
 
 def chooses_rows(part: Part) -> bool:

@@ -19,7 +19,7 @@ from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import installed_formats
+from kvferry.shared.compression.installed import find_part
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import (
     STATE_FORMAT,
@@ -27,8 +27,6 @@ from kvferry.shared.compression.plan import (
     Part,
     ResolvedPlan,
     is_measured,
-    look_up,
-    with_installed,
 )
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
@@ -52,7 +50,7 @@ def format_class(part: Part) -> type[LayerFormat]:
         InvalidRequest: no format has this name.
         ConfigurationError: an installed method brings a format whose name is taken.
     """
-    return look_up("representation", part.name, with_installed("formats", FORMATS, installed_formats()))
+    return find_part("representation", part.name, FORMATS)
 
 
 def make_formats(

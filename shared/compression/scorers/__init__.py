@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.shared.compression.installed import installed_scorers
+from kvferry.shared.compression.installed import find_part
 from kvferry.shared.compression.interface import Scorer, ScorerFactory
-from kvferry.shared.compression.plan import Part, look_up, with_installed
+from kvferry.shared.compression.plan import Part
 from kvferry.shared.compression.scorers.accumulated_attention import AccumulatedAttentionScorer
 from kvferry.shared.compression.scorers.compactor import CompactorScorer
 from kvferry.shared.compression.scorers.window_attention import WindowAttentionScorer
@@ -31,8 +31,7 @@ def make_scorer(part: Part, *, rows: int) -> Scorer:
         InvalidRequest: an unknown name or bad parameters.
         ConfigurationError: an installed method brings a scorer whose name is taken.
     """
-    factory = look_up("scorer", part.name, with_installed("scorers", SCORERS, installed_scorers()))
-    scorer = factory(part.params, rows)
+    scorer = find_part("scorer", part.name, SCORERS)(part.params, rows)
     stated = ("observed_queries", "protected_rows", "depends_on_rows", "scores_heads_apart")
     missing = [name for name in stated if not hasattr(scorer, name)]
     if missing:

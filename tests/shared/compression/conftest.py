@@ -15,7 +15,7 @@ from kvferry.shared.compression import installed
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """`install(source, lines)`: a distribution of one module with these lines in its entry-point group, until
     the test's end."""
-    caches = (installed.installed_methods, installed.installed_scorers, installed.installed_formats)
+    caches = (installed.installed_methods, installed.installed_parts)
 
     def clear() -> None:
         for cached in caches:
