@@ -14,8 +14,7 @@ from torch import Tensor
 from kvferry.kernels.dispatch import check_attention, check_size
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Choosing
+from kvferry.shared.compression.attention import CacheView, Choosing
 from kvferry.shared.compression.interface import Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 

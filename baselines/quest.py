@@ -15,8 +15,7 @@ from kvferry.kernels.dispatch import check_attention, check_size
 from kvferry.kernels.hsa import check_pages, num_pages
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Paged
+from kvferry.shared.compression.attention import CacheView, Paged
 from kvferry.shared.compression.interface import LayerShape, Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from kvferry.kernels.dispatch import check_attention, check_new_row, check_size
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Choosing
+from kvferry.shared.compression.attention import CacheView, Choosing
 from kvferry.shared.compression.interface import LayerShape, Method, TensorSpec
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 

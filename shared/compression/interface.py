@@ -17,7 +17,7 @@ from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.model.spec import StateSpec, row_names
 
 if TYPE_CHECKING:
-    from kvferry.shared.compression.attention.interface import AttentionKind
+    from kvferry.shared.compression.attention import AttentionKind
     from kvferry.shared.compression.formats.interface import LayerFormat
 
 

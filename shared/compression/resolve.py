@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import get_args
 
 from kvferry.shared.compression.applicable import check_applicable
-from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
+from kvferry.shared.compression.attention import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments

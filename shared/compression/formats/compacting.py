@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling, scale_of
-from kvferry.shared.compression.attention.kinds import EVICTIONS
+from kvferry.shared.compression.attention import EVICTIONS
 from kvferry.shared.compression.formats.interface import (
     Encoded,
     LayerCache,

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.attention.interface import CacheView
+from kvferry.shared.compression.attention import CacheView
 from kvferry.shared.compression.formats.rules import FormatRules
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec, gather_rows
 from kvferry.shared.compression.plan import (

@@ -18,7 +18,7 @@ from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import KINDS, LAYOUT_VERSION, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.packing import Packing
-from kvferry.shared.compression.attention.interface import AttentionKind
+from kvferry.shared.compression.attention import AttentionKind
 from kvferry.shared.compression.formats.interface import (
     Encoded,
     InvalidTensors,

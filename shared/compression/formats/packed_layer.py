@@ -18,7 +18,7 @@ from kvferry.kernels.packed_hsa.batch import SparsePackedRows
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
 from kvferry.kernels.trizone.batch import PackedRows
-from kvferry.shared.compression.attention.kinds import Dense, Hsa
+from kvferry.shared.compression.attention import Dense, Hsa
 from kvferry.shared.compression.formats.interface import (
     LayerCache,
     NaiveLayer,

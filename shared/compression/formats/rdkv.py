@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing
-from kvferry.shared.compression.attention.kinds import make_attention, size_attention
+from kvferry.shared.compression.attention import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import Specs
 from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec

@@ -21,9 +21,9 @@ from kvferry.kernels.hsa.batch import SparseRows, is_too_long
 from kvferry.kernels.kivi.rows import kivi_dequantise
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.attention.interface import AttentionKind
-from kvferry.shared.compression.attention.kinds import (
+from kvferry.shared.compression.attention import (
     EVICTIONS,
+    AttentionKind,
     Dense,
     Hsa,
     make_attention,

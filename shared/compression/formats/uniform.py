@@ -17,7 +17,7 @@ from torch import Tensor
 from kvferry.kernels.packed.layout import KINDS, Bound, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
-from kvferry.shared.compression.attention.kinds import make_attention, size_attention
+from kvferry.shared.compression.attention import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     Specs,

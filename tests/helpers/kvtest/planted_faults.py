@@ -235,7 +235,7 @@ _OTHERS = (
     PlantedFault(
         name="leverage-sign",
         what="Compactor's leverage makes a token's score lower.",
-        path="shared/compression/scorers/compactor.py",
+        path="shared/compression/scorers.py",
         old="                blend += self.leverage_weight",
         new="                blend -= self.leverage_weight",
         near=("tests/shared/compression/test_compactor.py",),

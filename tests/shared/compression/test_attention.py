@@ -14,9 +14,9 @@ from kvferry.baselines.exact_topk import ExactTopK
 from kvferry.baselines.quest import Quest
 from kvferry.baselines.sparq import SparQ
 from kvferry.kernels import hsa
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import (
+from kvferry.shared.compression.attention import (
     EVICTIONS,
+    CacheView,
     Hsa,
     attentions,
     check_attention,
