@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling, plain
-from kvferry.shared.compression.d2o.cache import EvictingCache
-from kvferry.shared.compression.d2o.eviction import half_zones, zones
+from kvferry.shared.compression.d2o.eviction import EvictingCache, half_zones, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,

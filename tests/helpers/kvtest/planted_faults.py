@@ -227,7 +227,7 @@ _OTHERS = (
     PlantedFault(
         name="heavy-merge",
         what="D2O's weights of a row that decode merges are not normalised.",
-        path="shared/compression/d2o/cache.py",
+        path="shared/compression/d2o/eviction.py",
         old="            merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)",
         new="            merged = (math.e * target.float() + weight * row.float()) / math.e",
         near=("tests/shared/compression/d2o",),
