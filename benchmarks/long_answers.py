@@ -41,8 +41,7 @@ from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.compacting import Compacting
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
-from kvferry.shared.compression.formats.packed import PackedFormat
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache, PackedFormat
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.interface import gather_rows

@@ -121,8 +121,6 @@ class CacheWriter:
                 reason="incomplete",
             )
         for layer, cache in enumerate(self._caches):
-            if not cache.settles:
-                continue
             try:
                 cache.settle()
             except InvalidTensors as error:

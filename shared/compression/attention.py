@@ -30,6 +30,7 @@ from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, rea
 from kvferry.shared.errors import InvalidRequest
 
 _MAX_SIZE = 1 << 31
+_AUXILIARY = "auxiliary_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,15 @@ class CacheView:
     values: Tensor
     auxiliary: tuple[Tensor, ...] = ()
     packed: Sequence[PackedLayer] = ()
+
+    @classmethod
+    def of(
+        cls, shape: LayerShape, regions: Mapping[str, Tensor], packed: Sequence[PackedLayer] = ()
+    ) -> CacheView:
+        """The regions of rows, and those of `AttentionKind.regions`."""
+        auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
+        keys, values = shape.rows_of(regions)
+        return cls(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,11 @@ class AttentionKind(ABC):
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
         """The tensors stored beside `num_rows` tokens per KV head; if packed, the new ones among them."""
         return ()
+
+    def regions(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> dict[str, TensorSpec]:
+        """The tensors of `specs` by the names of their regions."""
+        specs = self.specs(shape, num_rows, packed=packed)
+        return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
 
     def rebuilt(
         self, shape: LayerShape, keys: Tensor, values: Tensor, packed: Sequence[PackedLayer] = ()

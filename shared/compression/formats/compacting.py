@@ -254,7 +254,6 @@ class CompactingCache(LayerCache):
     """
 
     format: Compacting
-    settles: ClassVar[bool] = True
 
     def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
         super().__init__(fmt, inner.regions)

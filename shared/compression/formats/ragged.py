@@ -17,7 +17,7 @@ from torch import Tensor
 from kvferry.kernels.ragged_decode import ragged_decode
 from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
-from kvferry.shared.compression.interface import LayerInputs, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, Part
 
 
@@ -33,9 +33,7 @@ class Ragged(StoredFormat):
 
     name: ClassVar[str] = "ragged"
     heads_apart: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, str]] = {
-        "head_rows": "index", "index": "index", "keys": "rows", "values": "rows"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {**StoredFormat.kinds, "head_rows": "index"}
     allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
     takes_latent_rows: ClassVar[bool] = True
     scored: ClassVar[bool | None] = True
@@ -43,10 +41,8 @@ class Ragged(StoredFormat):
     floor: float
 
     @classmethod
-    def rows_within(
-        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
-    ) -> int:
-        return min(budget_rows, num_tokens)
+    def rows_within(cls, part: Part, sizing: Sizing) -> int:
+        return min(sizing.rows, sizing.num_prompt_tokens)
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         return torch.split(tensors["index"], tensors["head_rows"].tolist())

@@ -155,20 +155,16 @@ class Rdkv(PackedFormat):
         """The largest possible size of the packed prompt."""
         return _limit_bytes(self.shape, self.shape.num_prompt_tokens, self.settings.budget_tokens)
 
-    @property
-    def num_rows(self) -> int:
-        """The most new tokens that are rows at the same time."""
-        num_new = self.shape.num_new_rows
-        return num_new if self.rebudgeting is None else min(num_new, self.rebudgeting.segment_tokens)
-
     def regions(self) -> Specs:
-        specs, growth = dict(super().regions()), self.rebudgeting
-        if growth is not None:
-            specs["segments"] = TensorSpec(
-                shape=(growth.max_segments * growth.limit_bytes,), dtype=torch.uint8
-            )
-            specs["segment_queries"] = self._queries(growth)
-        return specs
+        growth = self.rebudgeting
+        if growth is None:
+            return super().regions()
+        segments_bytes = growth.max_segments * growth.limit_bytes
+        return {
+            **self.placed(min(self.shape.num_new_rows, growth.segment_tokens)),
+            "segments": TensorSpec(shape=(segments_bytes,), dtype=torch.uint8),
+            "segment_queries": self._queries(growth),
+        }
 
     def _queries(self, growth: Rebudgeting) -> TensorSpec:
         shape = (self.shape.num_kv_heads, self.shape.group_size, growth.window, self.shape.head_dim)

@@ -67,7 +67,7 @@ class State(LayerFormat):
             its.name: TensorSpec(shape=its.shape, dtype=TORCH_DTYPES[its.dtype]) for its in self.shape.state
         }
 
-    def regions(self) -> Specs:
+    def placed(self, num_new: int) -> Specs:
         return self.tensors()
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -75,12 +75,6 @@ class State(LayerFormat):
 
     def open(self, regions: Tensors, tensors: Tensors) -> StateLayer:
         return StateLayer(self, regions)
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        return sum(its.size_bytes for its in self.tensors().values())
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.used_bytes(0)
 
     def naive(self, tensors: Tensors) -> NaiveState:
         return NaiveState(tensors)
@@ -95,9 +89,6 @@ class StateLayer(LayerCache):
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         raise NotImplementedError("a layer with a state does not attend")
-
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a layer with a state has no rows")
 
     def returned(self, num_appended: int) -> Tensors:
         """See `LayerCache.returned`."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.layout import KINDS, Bound, HeadCounts, PackedLayout, packed_layout
+from kvferry.kernels.packed.layout import Bound, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention import make_attention, size_attention
@@ -86,15 +86,9 @@ class Uniform(PackedFormat):
         return self._expected.size_bytes
 
     def tensors(self) -> Specs:
-        sizes = {name: self._expected.kinds[name][1] for name in KINDS}
-        specs = dict(super().tensors())
-        for name, size_bytes in sizes.items():
-            specs[name] = TensorSpec(shape=(size_bytes,), dtype=torch.uint8)
-        return specs
-
-    def shipped_bytes(self) -> int:
-        """Exact, since every layout is the expected one."""
-        return sum(its.size_bytes for its in self.tensors().values())
+        kinds = self._expected.kinds.items()
+        sizes = {name: TensorSpec(shape=(size_bytes,), dtype=torch.uint8) for name, (_, size_bytes) in kinds}
+        return {**super().tensors(), **sizes}
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
         layout = super()._layout(tensors)

@@ -22,7 +22,7 @@ from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache
 from kvferry.shared.compression.formats.rows import RowsCache, WireRows
 from kvferry.shared.compression.formats.state import StateLayer
 from kvferry.shared.compression.formats.stored import StoredCache

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.compression import make_spec
+from kvtest.compression import make_sizing, make_spec
 
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.rdkv import Rdkv
-from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -150,15 +149,7 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
 ):
     spec = make_spec(num_kv_heads=num_kv_heads, head_dim=head_dim)
     plan = plan_for("rdkv")
-    sizing = Sizing(
-        layer=0,
-        rows=budget_tokens,
-        budget=budget_tokens,
-        packed_budget=budget_tokens,
-        num_prompt_tokens=60,
-        max_new_tokens=max_new_tokens,
-        head_dim=head_dim,
-    )
+    sizing = make_sizing(budget_tokens, num_tokens=60, head_dim=head_dim, max_new_tokens=max_new_tokens)
     packed = format_class(plan.representation).plan_layer(plan, sizing)
     resolved = dataclasses.replace(
         make_resolved([packed, LayerPlan(rows=60)], max_new_tokens=max_new_tokens), plan=plan
