@@ -26,7 +26,7 @@ from kvferry.shared.compression.formats.stored import PromptAttention, StoredFor
 from kvferry.shared.compression.interface import LayerInputs, Method, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, CompressionPlan, Part
 from kvferry.shared.compression.presets import PRESETS
-from kvferry.shared.compression.rdkv.weights import channel_weights
+from kvferry.shared.compression.rdkv.compress import channel_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import (
+from kvferry.shared.compression.curves import (
     Observation,
     retention_for,
 )

@@ -12,7 +12,7 @@ from kvferry.shared.compression.installed import all_parts
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
-from kvferry.shared.compression.rdkv.weights import token_weights
+from kvferry.shared.compression.rdkv.compress import token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import (
+from kvferry.shared.compression.curves import (
     Calibration,
     Observation,
     retention_for,
