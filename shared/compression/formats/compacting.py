@@ -1,11 +1,12 @@
 """Compaction of generated tokens: of every full segment of them, only the rows with the highest scores stay.
 
 A long answer then grows by a fraction of its tokens, whatever the format of the prompt, whose rows all stay.
-`rdkv` packs its segments instead (`packed_layer.py`).
+`rdkv` packs its segments instead (`rdkv.PackedSegments`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,34 +53,44 @@ _QUERIES = "segment_queries"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
+class Segments(ABC):
     """How a layer's generated tokens are compacted.
 
     rows of new tokens   | k of segment 0 | k of segment 1 | at most R rows of the current segment |
                                              full, and one more row comes ──► k of them stay
 
-    Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
-    SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
-    attention the prompt takes from it. What has been selected is not selected from again.
-
     Attributes:
         segment_tokens: R.
         kept_rows: k, the rows of a full segment that stay in each KV head.
-        scorer: gives the tokens of a segment their scores.
     """
 
     segment_tokens: int
-    kept_rows: int
-    scorer: Part
-
-    @cached_property
-    def made_scorer(self) -> Scorer:
-        return make_scorer(self.scorer, rows=self.kept_rows)
+    kept_rows: int = 0
 
     @property
+    @abstractmethod
     def window(self) -> int:
-        """How many of a segment's last queries its scores depend on."""
-        return min(self.made_scorer.observed_queries or 0, self.segment_tokens)
+        """How many of a segment's last queries its compaction depends on."""
+
+    def regions(self) -> Specs:
+        """Regions beside those of the format."""
+        return {}
+
+    @abstractmethod
+    def compact(
+        self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compact a full segment.
+
+        Args: inner: the format's layer; queries `[H_kv, G, W, D]`, the segment's last; keys, values
+            `[H_kv, R, D]`.
+        Returns: K and V `[H_kv, k, D]` of the rows that stay, in other memory.
+        """
+
+    def room(self, shape: LayerShape) -> LayerShape:
+        """The shape with room for the rows that there are at a time."""
+        most = self.most_rows(shape.num_new_rows)
+        return replace(shape, max_new_tokens=most + 1, returns_generated=False)
 
     def num_rows(self, num_appended: int) -> int:
         """Rows after `num_appended` tokens."""
@@ -90,6 +101,35 @@ class Segments:
         """The most rows at any time until `num_appended` tokens."""
         last_full = num_appended // self.segment_tokens * self.segment_tokens
         return max(self.num_rows(num_appended), self.num_rows(last_full))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedSegments(Segments):
+    """Segments of which the rows with the highest scores stay.
+
+    Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
+    SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
+    attention the prompt takes from it. What has been selected is not selected from again.
+
+    Attributes:
+        scorer: gives the tokens of a segment their scores.
+    """
+
+    scorer: Part
+
+    @cached_property
+    def made_scorer(self) -> Scorer:
+        return make_scorer(self.scorer, rows=self.kept_rows)
+
+    @property
+    def window(self) -> int:
+        return min(self.made_scorer.observed_queries or 0, self.segment_tokens)
+
+    def compact(
+        self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        index = self.select(queries, keys, values, scaling=scaling)
+        return gather_rows(keys, index), gather_rows(values, index)
 
     def select(self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
         """The rows of a full segment that stay.
@@ -157,7 +197,7 @@ class Compacting(LayerFormat):
     """Another format, whose rows of new tokens are compacted segment by segment.
 
     Attributes:
-        inner: the format, with room for the rows that there are at a time.
+        inner: the format, with `segments.room`.
         segments: their sizes.
     """
 
@@ -174,11 +214,9 @@ class Compacting(LayerFormat):
         assert layer.generated is not None
         allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
         sizes = read_params("a layer's generated tokens", layer.generated.params, allowed)
-        segments = Segments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
-        room = replace(
-            shape, max_new_tokens=segments.most_rows(shape.num_new_rows) + 1, returns_generated=False
-        )
-        return cls(shape=shape, rows=layer.rows, inner=fmt.of(plan, layer, room), segments=segments)
+        segments = SelectedSegments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
+        inner = fmt.of(plan, layer, segments.room(shape))
+        return cls(shape=shape, rows=layer.rows, inner=inner, segments=segments)
 
     @property
     def kinds(self) -> Mapping[str, str]:  # type: ignore[override]
@@ -204,8 +242,11 @@ class Compacting(LayerFormat):
     def tensors(self) -> Specs:
         return self.inner.tensors()
 
+    def placed(self, num_new: int) -> Specs:
+        return {**self.inner.placed(self.segments.num_rows(num_new)), _QUERIES: self._queries}
+
     def regions(self) -> Specs:
-        return {**self.inner.regions(), _QUERIES: self._queries}
+        return {**self.inner.regions(), **self.segments.regions(), _QUERIES: self._queries}
 
     @property
     def _queries(self) -> TensorSpec:
@@ -226,6 +267,7 @@ class Compacting(LayerFormat):
         return CompactingCache(self, self.inner.open(regions, tensors))
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
+        """See `LayerFormat.used_bytes`, without packed segments; `PackedCache.used_bytes` adds those."""
         rows_bytes = self.inner.used_bytes(self.segments.num_rows(num_appended), prompt_bytes)
         return rows_bytes + self.queries_bytes(num_appended)
 
@@ -239,6 +281,9 @@ class Compacting(LayerFormat):
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.inner.kept_bytes(prompt_bytes)
+
+    def shipped_bytes(self) -> int:
+        return self.inner.shipped_bytes()
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.inner.read_bytes(prompt_bytes)
@@ -297,10 +342,9 @@ class CompactingCache(LayerCache):
         keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
         if self.format.shape.returns_generated:
             self._segment_rows = (*self._segment_rows, (on_host(keys), on_host(values)))
-        index = segments.select(self.regions[_QUERIES], keys, values, scaling=scaling)
         # all before any is written: latent rows have keys and values in the same memory
-        selected = [gather_rows(its, index) for its in (keys, values)]
-        for its, rows in zip((keys, values), selected, strict=True):
+        stay = segments.compact(self.inner, self.regions[_QUERIES], keys, values, scaling=scaling)
+        for its, rows in zip((keys, values), stay, strict=True):
             its[:, : segments.kept_rows] = rows
         self.inner.new_rows_changed(first + segments.kept_rows)
 
@@ -341,8 +385,8 @@ class NaiveCompacting(NaiveLayer):
         values = torch.stack([value for _, _, value in self._current], 1)
         queries = [its for its, _, _ in self._current[last:]]
         observed = torch.stack(queries, 2) if queries else self._current[0][0][:, :, None][:, :, :0]
-        index = self._segments.select(observed, keys, values, scaling=scaling)
-        self._selected = [*self._selected, (gather_rows(keys, index), gather_rows(values, index))]
+        stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
+        self._selected = [*self._selected, stay]
         self._current = []
         self._inner.replace_new_rows(
             torch.cat([rows for rows, _ in self._selected], 1),

@@ -1,7 +1,7 @@
 """Packed prompts: codes, scales, 16-bit rows and indexes in one buffer that decode attends as it is.
 
 `rdkv.py` and `uniform.py` choose the widths. Decode's layer is the packed prompt, rows of new tokens, and
-packed segments: streaming re-budgeting (the RDKV paper's future work) packs new tokens as the prompt was.
+packed segments of new tokens (`rdkv.PackedSegments`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from kvferry.shared.compression.formats.interface import (
     NaiveLayer,
     Specs,
     Tensors,
-    on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.rdkv.compress import Rebudgeting, compress_layer_rdkv
-from kvferry.shared.errors import KvferryError
 
+SEGMENTS = "segments"
+"""The region of packed segments."""
 _HEAD_COUNTS = 8
 
 
@@ -61,7 +60,6 @@ class PackedFormat(LayerFormat):
     Attributes:
         rows: the most prompt tokens that a head retains.
         attention: dense or HSA, over packed bytes.
-        rebudgeting: how new tokens are packed; None if they stay rows.
     """
 
     kinds: ClassVar[Mapping[str, str]] = {
@@ -69,7 +67,6 @@ class PackedFormat(LayerFormat):
     }  # fmt: skip
     attentions: ClassVar[tuple[str, ...] | None] = ("dense", "hsa")
     attention: AttentionKind
-    rebudgeting: Rebudgeting | None = None
 
     @property
     @abstractmethod
@@ -215,12 +212,7 @@ class PackedFormat(LayerFormat):
 
 
 class PackedCache(LayerCache):
-    """A packed prompt in the arena, rows of new tokens, and packed segments of earlier new tokens.
-
-    keys, values      | 0 ... R - 1: rows of the current segment |   when it is full and one more row comes:
-    segments          | segment 0 | segment 1 | ...              | <-- packed after the others
-    segment_queries   | the last W queries of the current segment   |
-    """
+    """A packed prompt in the arena, rows of new tokens, and packed segments of earlier new tokens."""
 
     format: PackedFormat
 
@@ -229,7 +221,6 @@ class PackedCache(LayerCache):
     ) -> None:
         """Args: settle: see `LayerCache.settle`."""
         self._packed = [packed]
-        self._segment_rows: tuple[tuple[Tensor, Tensor], ...] = ()
         self._settle = settle
         super().__init__(fmt, regions)
         fmt.attention.build(self._view, length=0)
@@ -253,30 +244,25 @@ class PackedCache(LayerCache):
         layouts, start = [its.layout for its in self._packed], 0
         self._packed = [view_packed_layer(layouts[0], self.regions["packed"][: layouts[0].size_bytes])]
         for layout in layouts[1:]:
-            place = self.regions["segments"][start : start + layout.size_bytes]
+            place = self.regions[SEGMENTS][start : start + layout.size_bytes]
             self._packed.append(view_packed_layer(layout, place))
             start += layout.size_bytes
         self._view = CacheView.of(self.format.shape, self.regions, self._packed)
 
     @property
     def name(self) -> str:
-        if self.format.rebudgeting is not None:
-            return "segments"
         return f"packed_{self.format.attention.name}"
 
     def append_and_attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
-        growth, position = self.format.rebudgeting, num_appended
-        if growth is not None:
-            position = self._make_room(growth, queries, num_appended, plain(scaling))
         attention = self.format.attention
-        attention.append(self._view, key, value, position=position)
-        return attention.attend(queries, self._view, length=position + 1, scaling=scaling)
+        attention.append(self._view, key, value, position=num_appended)
+        return attention.attend(queries, self._view, length=num_appended + 1, scaling=scaling)
 
     def batched(self, num_appended: int) -> CachedRows | None:
         attention = self.format.attention
-        if self.format.rebudgeting is not None or num_appended >= self.keys.shape[1]:
+        if num_appended >= self.keys.shape[1]:
             return None
         if type(attention) is Dense:
             return PackedRows(keys=self.keys, values=self.values, length=num_appended, packed=self.packed)
@@ -300,61 +286,24 @@ class PackedCache(LayerCache):
     def new_rows_changed(self, num_rows: int) -> None:
         self.format.attention.build_again(self._view, length=num_rows)
 
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        num_packed = sum(keys.shape[1] for keys, _ in self._segment_rows)
-        keys, values = super().generated_rows(num_appended - num_packed)
-        return (
-            torch.cat([*(rows for rows, _ in self._segment_rows), keys], 1),
-            torch.cat([*(rows for _, rows in self._segment_rows), values], 1),
-        )
-
-    def _make_room(self, growth: Rebudgeting, queries: Tensor, num_appended: int, scaling: float) -> int:
-        """Pack the rows if they fill a segment; returns the row number of the next token.
-
-        Raises: KvferryError: K or V are not finite, or out of range for a packed layer.
-        """
-        row = num_appended - (len(self._packed) - 1) * growth.segment_tokens
-        if row == growth.segment_tokens:
-            self._pack_segment(growth, scaling)
-            row = 0
-        beyond = row - (growth.segment_tokens - growth.window)
-        if beyond >= 0:
-            self.regions["segment_queries"][:, :, beyond] = queries
-        return row
-
-    def _pack_segment(self, growth: Rebudgeting, scaling: float) -> None:
-        inputs = LayerInputs(
-            layer=0,
-            queries=self.regions["segment_queries"],
-            keys=self.keys,
-            values=self.values,
-            scaling=scaling,
-        )
-        try:
-            packed = compress_layer_rdkv(growth.settings, inputs)
-        except ValueError as error:
-            raise KvferryError(f"generated tokens cannot be packed: {error}", reason="packing") from error
+    def add_segment(self, packed: PackedLayer) -> None:
+        """Place a packed segment of new tokens behind the others."""
         start = sum(segment.layout.size_bytes for segment in self.segments)
-        place = self.regions["segments"][start : start + packed.layout.size_bytes]
+        place = self.regions[SEGMENTS][start : start + packed.layout.size_bytes]
         place.copy_(packed.buffer)
-        if self.format.shape.returns_generated:
-            self._segment_rows = (*self._segment_rows, (on_host(self.keys), on_host(self.values)))
         self._packed.append(view_packed_layer(packed.layout, place))
 
 
 class NaivePacked(NaiveLayer):
-    """Packed prompt, packed segments and concatenated rows; auxiliary tensors are rebuilt at every step."""
+    """Packed prompt, packed segments and the new rows; auxiliary tensors are rebuilt at every step."""
 
     def __init__(self, fmt: PackedFormat, prompt: PackedLayer) -> None:
         self._format = fmt
         self._packed: tuple[PackedLayer, ...] = (prompt,)
-        self._queries: tuple[Tensor, ...] = ()
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
-        if self._format.rebudgeting is not None:
-            self._rebudget(self._format.rebudgeting, queries, plain(scaling))
         keys, values = self.appended(key, value)
         if dense:
             return trizone_decode_segments(queries, self._packed, keys, values, scaling=plain(scaling))
@@ -362,12 +311,6 @@ class NaivePacked(NaiveLayer):
         view = attention.rebuilt(self._format.shape, keys, values, self._packed)
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
-    def _rebudget(self, growth: Rebudgeting, queries: Tensor, scaling: float) -> None:
-        """Pack the generated rows if they fill a segment; then record this token's queries."""
-        if len(self.new_rows) == growth.segment_tokens:
-            keys, values = self.joined()
-            last = torch.stack(self._queries[-growth.window :], dim=2)
-            inputs = LayerInputs(layer=0, queries=last, keys=keys, values=values, scaling=scaling)
-            self._packed += (compress_layer_rdkv(growth.settings, inputs),)
-            self.new_rows = ()
-        self._queries += (queries.clone(),)
+    def add_segment(self, packed: PackedLayer) -> None:
+        """See `PackedCache.add_segment`."""
+        self._packed += (packed,)

@@ -87,32 +87,6 @@ class RdkvSettings:
     widths: tuple[int, ...] = WIDTHS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rebudgeting:
-    """How a packed layer's generated tokens are packed.
-
-    Deviation: the weights of a segment use only the segment. The softmax of its last queries (Eq. 3) covers
-    the segment's own tokens, not all earlier tokens, so a segment's bits do not depend on how much attention
-    the prompt takes from it. Its budget is its share of tokens, not what the prompt left over.
-
-    Attributes:
-        segment_tokens: R, tokens of a segment; there are never more unpacked rows than this.
-        max_segments: the segments that a completion of the plan's length packs.
-        limit_bytes: the largest possible size of a packed segment.
-        settings: settings for packing a segment.
-    """
-
-    segment_tokens: int
-    max_segments: int
-    limit_bytes: int
-    settings: RdkvSettings
-
-    @property
-    def window(self) -> int:
-        """How many of a segment's last queries its weights use."""
-        return min(self.settings.window, self.segment_tokens)
-
-
 def allocate_layer(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> LayerAllocation:

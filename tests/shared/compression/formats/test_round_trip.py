@@ -19,7 +19,7 @@ from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.compacting import Compacting
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
-from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.formats.rdkv import PackedSegments, Rdkv
 from kvferry.shared.compression.formats.rows import Rows, WireRows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.stored import StoredCache
@@ -150,9 +150,9 @@ def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, ste
 def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: int, group_size: int) -> None:
     fmt, tensors, _ = compressed(case, num_tokens, group_size=group_size)
     if case == "rdkv, segments":
-        assert isinstance(fmt, Rdkv)
-        assert fmt.rebudgeting is not None
-        assert fmt.rebudgeting.max_segments == 2
+        assert isinstance(fmt, Compacting)
+        assert isinstance(fmt.segments, PackedSegments)
+        assert fmt.segments.max_segments == 2
     assert_attends_as_naive(fmt, tensors, steps=NEW_TOKENS - 1)
 
 
@@ -192,8 +192,6 @@ def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str
 @pytest.mark.parametrize("case", CASES)
 def test_a_token_without_room_is_refused(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
-    if isinstance(fmt, Rdkv) and fmt.rebudgeting is not None:
-        fmt = replace(fmt, rebudgeting=None)
     cache = Placed.of(fmt).open(tensors)
     with pytest.raises((IndexError, ValueError)):
         cache.append_and_attend(
@@ -210,7 +208,7 @@ def test_tensors_are_those_that_the_format_names_in_their_order(case: str) -> No
     assert set(tensors) <= set(fmt.kinds)
     assert all(its.is_contiguous() for its in tensors.values())
     header = header_of(tensors)
-    if isinstance(fmt, Rdkv):  # the packed parts follow from the prompt
+    if isinstance(getattr(fmt, "inner", fmt), Rdkv):  # the packed parts follow from the prompt
         header = {"layout": header["layout"]}
     assert list(fmt.tensors().items()) == list(header.items())
     places = fmt.receive(header_of(tensors), Placed.of(fmt).regions)
@@ -283,6 +281,6 @@ def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     made = [compressed(case, 97)[0] for case in CASES]
     assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows, Compacting} - {State}
     compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
-    assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts}
+    assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts} | {Rdkv}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
     assert [fmt.is_plain for fmt in made] == [type(fmt) in (Rows, Window) for fmt in made]
