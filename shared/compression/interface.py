@@ -93,10 +93,6 @@ class LayerShape:
         """The tensors of rows: "keys" and "values", or of latent rows "keys" alone."""
         return row_names(self.latent_dim)
 
-    def row_spec(self, num_rows: int) -> TensorSpec:
-        """K or V with `num_rows` rows per KV head."""
-        return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
-
     def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
         """The tensors of `num_rows` rows per KV head."""
         rows = TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
@@ -212,27 +208,22 @@ class Scorer(Protocol):
     @property
     def observed_queries(self) -> int | None:
         """How many of the prompt's last queries the scores depend on; None: all of them."""
-        ...
 
     @property
     def protected_rows(self) -> int:
         """How many rows per KV head the scores mark with +inf; a smaller budget is raised to that many."""
-        ...
 
     @property
     def depends_on_rows(self) -> bool:
         """Whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
-        ...
 
     @property
     def scores_heads_apart(self) -> bool:
         """Whether a KV head's scores are the same whichever others are scored with it. Then each rank of a
         worker of several compresses its heads itself."""
-        ...
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`; +inf marks tokens that must be selected."""
-        ...
 
 
 ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]

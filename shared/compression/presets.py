@@ -80,6 +80,8 @@ _KIVI = Part(name="kivi", params={"bits": 4})
 _MEASURED = Part(name="attention_variance", params={"normalisation": "minmax"})
 """As the authors' code; with the paper's F, also over its mean, a layer with sharp attention gets next to
 nothing."""
+_PARTS = ("scorer", "attention", "layer_allocation", "representation")
+"""The parts whose parameters a request may change, in the order in which errors name them."""
 _SELECTED = Budget(tokens=2048)
 _READ = Budget(tokens=512)
 
@@ -235,8 +237,7 @@ def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
 
 
 def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> CompressionPlan:
-    all_parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
-    parts = [part for part in all_parts if part is not None]
+    parts = [part for name in _PARTS if (part := getattr(plan, name)) is not None]
     names = {name: None for part in parts for name in part.params}
     if plan.scorer is not None and REBUDGET_TOKENS not in names:
         names[REBUDGET_TOKENS] = None
@@ -257,11 +258,5 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
                 params[name] = float(params[name])  # JSON may write 1 for 1.0
         return replace(part, params=params)
 
-    return replace(
-        plan,
-        scorer=changed(plan.scorer) if plan.scorer is not None else None,
-        attention=changed(plan.attention),
-        layer_allocation=changed(plan.layer_allocation),
-        representation=changed(plan.representation),
-        generated=changed(plan.generated) if plan.generated is not None else None,
-    )
+    given = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
+    return replace(plan, **{name: changed(part) for name, part in given.items() if part is not None})

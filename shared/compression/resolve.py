@@ -25,6 +25,7 @@ from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.installed import find_part
 from kvferry.shared.compression.interface import LayerAllocation, Sizing
 from kvferry.shared.compression.plan import (
+    MODEL_FORMATS,
     CompressionPlan,
     LayerPlan,
     ParamValue,
@@ -166,6 +167,11 @@ def check_plan(plan: CompressionPlan, num_layers: int) -> None:
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
     fmt = format_class(plan.representation)
+    if (name := plan.representation.name) in MODEL_FORMATS:
+        raise InvalidRequest(
+            f"format {name!r} belongs to layers in which the model has a {name}; no method can name it",
+            param="kv_compression",
+        )
     fmt.check(plan)
     if plan.generated is not None:
         check_generated(plan.generated, plan, fmt)

@@ -207,19 +207,18 @@ class CompactorScorer:
         if begin < end:
             blend = _z_scores(self._attention(inputs, begin, end))
             if self.leverage_weight > 0:
-                blend += self.leverage_weight * _z_scores(self._leverage(inputs, begin, end))
+                blend += self.leverage_weight * _z_scores(
+                    leverage_scores(
+                        inputs.pre_rope_keys()[:, begin:end],
+                        sketch=self.sketch,
+                        num_columns=self.sketch_columns,
+                        solver=self.solver,
+                        centered=self.centered,
+                        seed=self.seed,
+                    )
+                )
             scores[:, begin:end] = blend
         return scores
-
-    def _leverage(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
-        return leverage_scores(
-            inputs.pre_rope_keys()[:, begin:end],
-            sketch=self.sketch,
-            num_columns=self.sketch_columns,
-            solver=self.solver,
-            centered=self.centered,
-            seed=self.seed,
-        )
 
     def _attention(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
         """a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""

@@ -5,7 +5,8 @@ Adding one is one file and one entry of `FORMATS`, or an entry point of another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
@@ -179,22 +180,16 @@ def encode_layer(
         scores = None
     elif scores is None and scorer is not None:
         scores = make_scorer(scorer, rows=fmt.rows)(inputs)
-    try:
+    with _naming(inputs.layer):
         encoded = fmt.encode(inputs, scores)
-    except ValueError as error:
-        raise _not_packed(inputs.layer, error) from error
     if encoded.make is None:
         return encoded
-    layer = inputs.layer
-
-    def make(tensors: Sequence[Tensor]) -> Tensors:
-        try:
-            return encoded.finish(tensors)
-        except ValueError as error:
-            raise _not_packed(layer, error) from error
-
-    return Encoded(tensors=encoded.tensors, make=make)
+    return Encoded(tensors=encoded.tensors, make=_naming(inputs.layer)(encoded.make))
 
 
-def _not_packed(layer: int, error: ValueError) -> KvferryError:
-    return KvferryError(f"layer {layer} cannot be packed: {error}", reason="packing")
+@contextmanager
+def _naming(layer: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise KvferryError(f"layer {layer} cannot be packed: {error}", reason="packing") from error

@@ -106,12 +106,6 @@ def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tenso
     return heads, positions
 
 
-def _share(floor: float, rows: int) -> int:
-    """That fraction of so many rows, rounded down."""
-    # the shortest decimal that gives this float is what the plan says: 0.29 of 100 is 29
-    return math.floor(Fraction(repr(floor)) * rows)
-
-
 def _window(scores: Tensor, rows: int) -> int:
     """The number of last columns that score +inf in every head: heads do not compete for them."""
     protected = (scores == torch.inf).all(dim=0)
@@ -140,7 +134,8 @@ def head_budgets(scores: Tensor, *, rows: int, window: int, floor: float = 0.2) 
     num_kv_heads, num_tokens = scores.shape
     assert 0 <= window <= rows <= num_tokens, f"window {window}, rows {rows}, tokens {num_tokens}"
     assert 0 <= floor <= 1, f"floor is {floor}; it must be in [0, 1]"
-    guaranteed = _share(floor, rows - window)
+    # the shortest decimal that gives this float is what the plan says: 0.29 of 100 is 29
+    guaranteed = math.floor(Fraction(repr(floor)) * (rows - window))
     ranked = scores[:, : num_tokens - window].sort(dim=1, descending=True, stable=True).values
     contested = ranked[:, guaranteed:]
     num_contested = contested.shape[1]

@@ -26,13 +26,11 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.plan import STATE_FORMAT, CompressionPlan, LayerPlan, Part
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.compression.plan import STATE_FORMAT, LayerPlan, Part
 from kvferry.shared.model.spec import TORCH_DTYPES
 
 _MAX_STATES = 8
 """Convolution states, or recurrent ones, of one layer."""
-_PLAN = LayerPlan(rows=1, representation=Part(name=STATE_FORMAT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +46,9 @@ class State(LayerFormat):
     scored: ClassVar[bool | None] = False
 
     @classmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        raise InvalidRequest(
-            f"format {cls.name!r} belongs to layers in which the model has a state; no method can name it",
-            param="kv_compression",
-        )
-
-    @classmethod
     def plan_state(cls) -> LayerPlan:
         """The plan of a layer with a state."""
-        return _PLAN
+        return LayerPlan(rows=1, representation=Part(name=cls.name))
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         raise NotImplementedError("a state is shipped as it is")

@@ -6,6 +6,7 @@ two directions, but a scale for every 32 rows of a channel.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -106,15 +107,11 @@ def rows_within(budget_rows: int, num_tokens: int, head_dim: int, *, k_bits: int
 
     Everything that is stored counts: codes, scales, minima, positions, channel numbers and padding.
     """
-    low, high = 0, num_tokens  # the size grows with the rows
-    while low < high:
-        middle = (low + high + 1) // 2
-        size_bytes = _packed_bytes(middle, num_tokens, head_dim, k_bits=k_bits, v_bits=v_bits)
-        if size_bytes <= budget_rows * _row_bytes(head_dim):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def size_bytes(rows: int) -> int:  # it grows with the rows, from 0
+        return _packed_bytes(rows, num_tokens, head_dim, k_bits=k_bits, v_bits=v_bits)
+
+    return bisect_right(range(num_tokens + 1), budget_rows * _row_bytes(head_dim), key=size_bytes) - 1
 
 
 def _row_bytes(head_dim: int) -> int:

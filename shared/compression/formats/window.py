@@ -29,7 +29,6 @@ from kvferry.shared.compression.plan import (
     LayerPlan,
     Part,
 )
-from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import LayerSpec
 
 
@@ -48,13 +47,6 @@ class Window(Rows):
     attention: AttentionKind = field(default_factory=Dense)
     window: int
     is_chunked: bool
-
-    @classmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        raise InvalidRequest(
-            f"format {cls.name!r} belongs to layers in which the model has a window; no method can name it",
-            param="kv_compression",
-        )
 
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Window:
