@@ -1,10 +1,11 @@
 """Decode attention: its sizes for one layer of one prompt, its operations, and the kinds by name.
 
 A kind is the `attention` part of a plan and of a resolved layer. Adding one is one class and one entry of
-`ATTENTIONS`, or an entry point of another package (`installed.py`). A resolved attention is a `Part` with the
-kind's name and its integer sizes, so the wire and the control calls need no code for each kind. Formats use
-one object for the layout of the arena (`specs`), for a prompt that has arrived (`build`), for decode's steps
-(`append`, `attend`) and in the oracle. It stores sizes only; K, V and auxiliary tensors belong to the caller.
+`ATTENTIONS`, or an entry point of another package (`interface.Method`). A resolved attention is a `Part` with
+the kind's name and its integer sizes, so the wire and the control calls need no code for each kind. Formats
+use one object for the layout of the arena (`specs`), for a prompt that has arrived (`build`), for decode's
+steps (`append`, `attend`) and in the oracle. It stores sizes only; K, V and auxiliary tensors belong to the
+caller.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
-from kvferry.shared.compression.installed import all_parts, find_part
-from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
+from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec, all_parts, find_part
 from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
 from kvferry.shared.errors import InvalidRequest
 

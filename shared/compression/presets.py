@@ -1,5 +1,5 @@
 """The methods by name, each a `CompressionPlan` as data. Adding a method is one entry of `PRESETS`, or an
-entry point of another package (`installed.py`).
+entry point of another package (`interface.Method`).
 
 The router calls `plan_for` for each request and sends the plan to decode, which resolves it (`resolve.py`).
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.installed import installed_methods, with_installed
+from kvferry.shared.compression.interface import installed_methods, with_installed
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,

@@ -22,8 +22,7 @@ from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import find_part
-from kvferry.shared.compression.interface import LayerAllocation, Sizing
+from kvferry.shared.compression.interface import LayerAllocation, Sizing, find_part
 from kvferry.shared.compression.plan import (
     MODEL_FORMATS,
     CompressionPlan,

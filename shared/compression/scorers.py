@@ -1,7 +1,7 @@
 """Scorers: every token's score in every KV head; a format selects the rows with the highest.
 
 Called per layer while the prompt is prefilled. `SCORERS` are the package's by name, for the `scorer` part of
-a plan. Adding one is one class and one entry, or an entry point of another package (`installed.py`).
+a plan. Adding one is one class and one entry, or an entry point of another package (`interface.Method`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.kernels.column_sums import window_scores
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
-from kvferry.shared.compression.installed import find_part
-from kvferry.shared.compression.interface import LayerInputs, Scorer, ScorerFactory
+from kvferry.shared.compression.interface import LayerInputs, Scorer, ScorerFactory, find_part
 from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
 from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, read_params
 from kvferry.shared.errors import ConfigurationError

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.shared.compression import installed
+from kvferry.shared.compression import interface
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.model.loading import load_model
@@ -177,7 +177,7 @@ def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-e2e-outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    caches = (installed.installed_methods, installed.installed_parts)
+    caches = (interface.installed_methods, interface.installed_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

@@ -1,6 +1,6 @@
 """Formats by name, as a plan and its resolved layers name them (`representation`).
 
-Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`installed.py`).
+Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`interface.Method`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import find_part
-from kvferry.shared.compression.interface import LayerInputs, LayerShape
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, find_part
 from kvferry.shared.compression.plan import (
     STATE_FORMAT,
     WINDOW_FORMAT,

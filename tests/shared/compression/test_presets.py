@@ -8,8 +8,7 @@ from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.interface import select_rows
-from kvferry.shared.compression.installed import all_parts
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, all_parts
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.compression.rdkv.compress import token_weights
