@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.shared.compression.formats.compacting import Compacting
+from kvferry.shared.compression.formats.compacting import selected_segments
 from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
@@ -93,10 +93,10 @@ def make_formats(
             latent_dim=spec_of_layer.latent_dim,
             state=spec_of_layer.state,
         )
-        if layer.generated is None:
-            formats.append(its_class.of(resolved.plan, layer, its_shape))
-        else:
-            formats.append(Compacting.over(its_class, resolved.plan, layer, its_shape))
+        fmt = its_class.of(resolved.plan, layer, its_shape)
+        if layer.generated is not None:
+            fmt = replace(fmt, segments=selected_segments(resolved.plan, layer.generated))
+        formats.append(fmt)
     return tuple(formats)
 
 

@@ -7,10 +7,8 @@ A long answer then grows by a fraction of its tokens, whatever the format of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from torch import Tensor
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.shared.compression.attention import EVICTIONS
 from kvferry.shared.compression.formats.interface import (
-    Encoded,
     LayerCache,
     LayerFormat,
     NaiveLayer,
@@ -72,9 +69,19 @@ class Segments(ABC):
     def window(self) -> int:
         """How many of a segment's last queries its compaction depends on."""
 
-    def regions(self) -> Specs:
+    def regions(self, shape: LayerShape) -> Specs:
         """Regions beside those of the format."""
-        return {}
+        return {_QUERIES: self._queries(shape)}
+
+    def _queries(self, shape: LayerShape) -> TensorSpec:
+        """The current segment's last queries."""
+        size = (shape.num_kv_heads, shape.group_size, self.window, shape.head_dim)
+        return TensorSpec(shape=size, dtype=shape.dtype)
+
+    def queries_bytes(self, shape: LayerShape, num_appended: int) -> int:
+        """Bytes of the observed queries: all of them from the first on."""
+        first = self.segment_tokens - self.window
+        return self._queries(shape).size_bytes if num_appended > first else 0
 
     @abstractmethod
     def compact(
@@ -86,11 +93,6 @@ class Segments(ABC):
             `[H_kv, R, D]`.
         Returns: K and V `[H_kv, k, D]` of the rows that stay, in other memory.
         """
-
-    def room(self, shape: LayerShape) -> LayerShape:
-        """The shape with room for the rows that there are at a time."""
-        most = self.most_rows(shape.num_new_rows)
-        return replace(shape, max_new_tokens=most + 1, returns_generated=False)
 
     def num_rows(self, num_appended: int) -> int:
         """Rows after `num_appended` tokens."""
@@ -192,130 +194,47 @@ def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
     return Part(name=generated.name, params=params), generated.params.get(REBUDGET_TOKENS, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compacting(LayerFormat):
-    """Another format, whose rows of new tokens are compacted segment by segment.
+def selected_segments(plan: CompressionPlan, generated: Part) -> SelectedSegments:
+    """The segments of a resolved layer. Raises: InvalidRequest: sizes that no plan has."""
+    assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
+    allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
+    sizes = read_params("a layer's generated tokens", generated.params, allowed)
+    return SelectedSegments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
 
-    Attributes:
-        inner: the format, with `segments.room`.
-        segments: their sizes.
-    """
 
-    name: ClassVar[str] = "compacting"
-    inner: LayerFormat
-    segments: Segments
+def compacting(cache: LayerCache) -> LayerCache:
+    """A layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
+    segments = cache.format.segments
+    return cache if segments is None else CompactingCache(cache, segments)
 
-    @classmethod
-    def over(
-        cls, fmt: type[LayerFormat], plan: CompressionPlan, layer: LayerPlan, shape: LayerShape
-    ) -> Compacting:
-        """Raises: InvalidRequest: sizes that do not belong to this format, or to the inner one."""
-        assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
-        assert layer.generated is not None
-        allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
-        sizes = read_params("a layer's generated tokens", layer.generated.params, allowed)
-        segments = SelectedSegments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
-        inner = fmt.of(plan, layer, segments.room(shape))
-        return cls(shape=shape, rows=layer.rows, inner=inner, segments=segments)
 
-    @property
-    def kinds(self) -> Mapping[str, str]:  # type: ignore[override]
-        return self.inner.kinds
-
-    @property
-    def observed_queries(self) -> int | None:
-        return self.inner.observed_queries
-
-    @property
-    def takes_scores(self) -> bool:
-        return self.inner.takes_scores
-
-    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        return self.inner.compress(inputs, scores)
-
-    def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
-        return self.inner.encode(inputs, scores)
-
-    def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        return self.inner.positions_by_head(tensors)
-
-    def tensors(self) -> Specs:
-        return self.inner.tensors()
-
-    def placed(self, num_new: int) -> Specs:
-        return {**self.inner.placed(self.segments.num_rows(num_new)), _QUERIES: self._queries}
-
-    def regions(self) -> Specs:
-        return {**self.inner.regions(), **self.segments.regions(), _QUERIES: self._queries}
-
-    @property
-    def _queries(self) -> TensorSpec:
-        shape = (self.shape.num_kv_heads, self.shape.group_size, self.segments.window, self.shape.head_dim)
-        return TensorSpec(shape=shape, dtype=self.shape.dtype)
-
-    @property
-    def divides(self) -> bool:  # type: ignore[override]
-        return self.inner.divides
-
-    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        return self.inner.parts(tensors, num_parts)
-
-    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        return self.inner.receive(header, regions)
-
-    def open(self, regions: Tensors, tensors: Tensors) -> CompactingCache:
-        return CompactingCache(self, self.inner.open(regions, tensors))
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """See `LayerFormat.used_bytes`, without packed segments; `PackedCache.used_bytes` adds those."""
-        rows_bytes = self.inner.used_bytes(self.segments.num_rows(num_appended), prompt_bytes)
-        return rows_bytes + self.queries_bytes(num_appended)
-
-    def queries_bytes(self, num_appended: int) -> int:
-        """Bytes of the observed queries: all of them from the first on."""
-        first = self.segments.segment_tokens - self.segments.window
-        return self._queries.size_bytes if num_appended > first else 0
-
-    def prompt_bytes(self, tensors: Tensors) -> int | None:
-        return self.inner.prompt_bytes(tensors)
-
-    def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.inner.kept_bytes(prompt_bytes)
-
-    def shipped_bytes(self) -> int:
-        return self.inner.shipped_bytes()
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.inner.read_bytes(prompt_bytes)
-
-    def naive(self, tensors: Tensors) -> NaiveCompacting:
-        return NaiveCompacting(self.segments, self.inner.naive(tensors))
+def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
+    """As `LayerFormat.naive`, with new rows compacted as the format says."""
+    inner = fmt.naive(tensors)
+    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
 class CompactingCache(LayerCache):
-    """The inner format's layer in the arena, and the last queries of the current segment.
+    """A format's layer in the arena, and the last queries of the current segment.
 
     Rows that do not stay are copied to the host first if they are wanted at the end.
     """
 
-    format: Compacting
-
-    def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
-        super().__init__(fmt, inner.regions)
+    def __init__(self, inner: LayerCache, segments: Segments) -> None:
+        super().__init__(inner.format, inner.regions)
         self.inner = inner
+        self.segments = segments
         self._segment_rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def settle(self) -> None:
         self.inner.settle()
 
     def move(self, fmt: LayerFormat, regions: Tensors) -> None:
-        assert isinstance(fmt, Compacting)
-        self.inner.move(fmt.inner, regions)
+        self.inner.move(fmt, regions)
         self.format, self.regions = fmt, regions
 
     def copied(self, fmt: LayerFormat, regions: Tensors) -> CompactingCache:
-        assert isinstance(fmt, Compacting)
-        return CompactingCache(fmt, self.inner.copied(fmt.inner, regions))
+        return CompactingCache(self.inner.copied(fmt, regions), self.segments)
 
     @property
     def name(self) -> str:
@@ -326,7 +245,7 @@ class CompactingCache(LayerCache):
     ) -> Tensor:
         if num_appended >= self.format.shape.num_new_rows:
             raise IndexError(f"there is room for {self.format.shape.num_new_rows} new rows")
-        segments = self.format.segments
+        segments = self.segments
         full, row = divmod(num_appended, segments.segment_tokens)
         if full and not row:
             self._compact(full - 1, scale_of(scaling))
@@ -337,7 +256,7 @@ class CompactingCache(LayerCache):
         return self.inner.append_and_attend(queries, key, value, num_appended=position, scaling=scaling)
 
     def _compact(self, segment: int, scaling: float) -> None:
-        segments, new = self.format.segments, self.inner.new_rows()
+        segments, new = self.segments, self.inner.new_rows()
         first = segment * segments.kept_rows
         keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
         if self.format.shape.returns_generated:
@@ -349,7 +268,7 @@ class CompactingCache(LayerCache):
         self.inner.new_rows_changed(first + segments.kept_rows)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        segments = self.format.segments
+        segments = self.segments
         selected = len(self._segment_rows) * segments.kept_rows
         keys, values = self.inner.generated_rows(segments.num_rows(num_appended))
         return (
@@ -358,8 +277,7 @@ class CompactingCache(LayerCache):
         )
 
     def used_bytes(self, num_appended: int) -> int:
-        rows = self.format.segments.num_rows(num_appended)
-        return self.inner.used_bytes(rows) + self.format.queries_bytes(num_appended)
+        return self.inner.used_bytes(num_appended)
 
 
 class NaiveCompacting(NaiveLayer):

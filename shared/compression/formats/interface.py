@@ -15,7 +15,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from kvferry.shared.compression.plan import (
     CompressionPlan,
     LayerPlan,
 )
+
+if TYPE_CHECKING:
+    from kvferry.shared.compression.formats.compacting import Segments
 
 Tensors = Mapping[str, Tensor]
 """The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
@@ -208,14 +211,14 @@ class LayerFormat(FormatRules, ABC):
         kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`; those of
             selected rows by default.
         finite: the tensors whose every number must be finite when they arrive.
-        is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
+        segments: how rows of new tokens are compacted (`compacting.py`); None: all of them stay.
     """
 
     kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     finite: ClassVar[tuple[str, ...]] = ("keys", "values")
-    is_plain: ClassVar[bool] = False
     shape: LayerShape
     rows: int
+    segments: Segments | None = None
 
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
@@ -225,7 +228,10 @@ class LayerFormat(FormatRules, ABC):
         """
         return cls(shape=shape, rows=layer.rows, **cls.params(layer.representation))
 
-    # ---- prefill -----------------------------------------------------------------------------------------
+    @property
+    def is_plain(self) -> bool:
+        """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
+        return False
 
     @property
     def observed_queries(self) -> int | None:
@@ -269,20 +275,21 @@ class LayerFormat(FormatRules, ABC):
         index = tensors.get("index")
         return (None,) * self.shape.num_kv_heads if index is None else tuple(index)
 
-    # ---- decode ------------------------------------------------------------------------------------------
-
     @abstractmethod
     def tensors(self) -> Specs:
         """The tensors that `compress` returns, as far as their sizes are known from the plan."""
 
     @abstractmethod
     def placed(self, num_new: int) -> Specs:
-        """What is in memory after `num_new` new tokens, by the names of `regions`, which each begin with it.
-        If a size depends on the content, it is the largest possible one."""
+        """What is in memory with `num_new` new rows, by the names of `regions`, which each begin with it. If
+        a size depends on the content, it is the largest possible one."""
 
     def regions(self) -> Specs:
         """The layer's regions in the arena, with room for the new tokens."""
-        return self.placed(self.shape.num_new_rows)
+        if self.segments is None:
+            return self.placed(self.shape.num_new_rows)
+        most_rows = self.segments.most_rows(self.shape.num_new_rows)
+        return {**self.placed(most_rows), **self.segments.regions(self.shape)}
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         """Where to write the bytes of each tensor: views of the regions, or memory outside the arena.
@@ -312,14 +319,15 @@ class LayerFormat(FormatRules, ABC):
         """
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """Bytes in use after `num_appended` tokens.
+        """Bytes in use after `num_appended` tokens, without packed segments.
 
         Args: prompt_bytes: as `prompt_bytes()` returned it. If the size depends on the content, None means
             the largest possible size.
         """
-        return size_bytes(self.placed(num_appended))
-
-    # ---- ranks -------------------------------------------------------------------------------------------
+        if self.segments is None:
+            return size_bytes(self.placed(num_appended))
+        rows_bytes = size_bytes(self.placed(self.segments.num_rows(num_appended)))
+        return rows_bytes + self.segments.queries_bytes(self.shape, num_appended)
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
         """Divide a layer by its KV heads into so many equal parts, in order: each has the tensors that
@@ -329,8 +337,6 @@ class LayerFormat(FormatRules, ABC):
         Raises: InvalidTensors: they cannot be divided so.
         """
         return chunked(tensors, self.shape.num_kv_heads, num_parts)
-
-    # ---- accounting --------------------------------------------------------------------------------------
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:
         """Bytes of the compressed prompt if they depend on its content; else None."""
@@ -348,8 +354,6 @@ class LayerFormat(FormatRules, ABC):
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
         """Bytes of the prompt that a decode step reads, including those read to choose rows."""
         return self.used_bytes(0, prompt_bytes)
-
-    # ---- oracle ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def naive(self, tensors: Tensors) -> NaiveLayer:

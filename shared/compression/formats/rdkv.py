@@ -6,7 +6,7 @@ New tokens stay rows, or are packed in segments as the prompt was (`PackedSegmen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing
 from kvferry.shared.compression.attention import make_attention, size_attention
-from kvferry.shared.compression.formats.compacting import Compacting, Segments
-from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, NaiveLayer, Specs
+from kvferry.shared.compression.formats.compacting import Segments
+from kvferry.shared.compression.formats.interface import LayerCache, NaiveLayer, Specs
 from kvferry.shared.compression.formats.packed import SEGMENTS, NaivePacked, PackedCache, PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
@@ -113,9 +113,8 @@ class Rdkv(PackedFormat):
         return LayerPlan(rows=rows, attention=attention, representation=Part(name="rdkv", params=sizes))
 
     @classmethod
-    def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
-        """Returns: the format, compacting where new tokens are packed. Raises: as `LayerFormat.of`."""
-        params = layer.representation.params
+    def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Rdkv:
+        params, packed = layer.representation.params, None
         segments = ("segment_tokens", "segment_budget_tokens") if "segment_tokens" in params else ()
         read_params("a layer of 'rdkv'", params, dict.fromkeys(("budget_tokens", *segments), int))
         sizes = {name: int(value) for name, value in params.items()}
@@ -124,24 +123,22 @@ class Rdkv(PackedFormat):
             part, fingerprint = plan.representation, shape.fingerprint
             return rdkv_settings(part, budget_tokens=budget_tokens, fingerprint=fingerprint)
 
-        fmt = cls(
+        if segments:
+            segment, share = sizes["segment_tokens"], sizes["segment_budget_tokens"]
+            packed = PackedSegments(
+                segment_tokens=segment,
+                max_segments=_num_segments(segment, shape.max_new_tokens),
+                limit_bytes=_limit_bytes(shape, segment, share),
+                settings=settings(share),
+            )
+        return cls(
             shape=shape,
             rows=layer.rows,
             attention=make_attention(layer.attention),
             settings=settings(sizes["budget_tokens"]),
+            segments=packed,
             is_scored=plan.scorer is not None,
         )
-        if not segments:
-            return fmt
-        segment, share = sizes["segment_tokens"], sizes["segment_budget_tokens"]
-        packed = PackedSegments(
-            segment_tokens=segment,
-            max_segments=_num_segments(segment, shape.max_new_tokens),
-            limit_bytes=_limit_bytes(shape, segment, share),
-            settings=settings(share),
-        )
-        inner = replace(fmt, shape=packed.room(shape))
-        return Compacting(shape=shape, rows=layer.rows, inner=inner, segments=packed)
 
     @property
     def takes_scores(self) -> bool:
@@ -182,8 +179,9 @@ class PackedSegments(Segments):
     def window(self) -> int:
         return min(self.settings.window, self.segment_tokens)
 
-    def regions(self) -> Specs:
-        return {SEGMENTS: TensorSpec(shape=(self.max_segments * self.limit_bytes,), dtype=torch.uint8)}
+    def regions(self, shape: LayerShape) -> Specs:
+        segments = TensorSpec(shape=(self.max_segments * self.limit_bytes,), dtype=torch.uint8)
+        return {SEGMENTS: segments, **super().regions(shape)}
 
     def compact(
         self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float

@@ -56,7 +56,6 @@ class Rows(LayerFormat):
 
     name: ClassVar[str] = "rows"
     heads_apart: ClassVar[bool] = True
-    is_plain: ClassVar[bool] = True
     compacts: ClassVar[bool] = True
     takes_any_softmax: ClassVar[bool] = True
     takes_latent_rows: ClassVar[bool] = True
@@ -93,6 +92,10 @@ class Rows(LayerFormat):
             return Rows(shape=shape, rows=layer.rows, attention=attention)
         return WireRows(shape=shape, rows=layer.rows, attention=attention, wire_bits=bits)
 
+    @property
+    def is_plain(self) -> bool:
+        return self.segments is None
+
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         index, keys, values = self.selected(inputs, scores)
         return {**index, **self.shape.row_tensors(keys, values)}
@@ -128,8 +131,11 @@ class WireRows(Rows):
     """
 
     kinds: ClassVar[Mapping[str, str]] = Kivi.kinds
-    is_plain: ClassVar[bool] = False
     wire_bits: int
+
+    @property
+    def is_plain(self) -> bool:
+        return False
 
     @cached_property
     def _sent(self) -> Kivi:

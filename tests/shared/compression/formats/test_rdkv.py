@@ -304,7 +304,6 @@ def test_bits_are_weighed_by_the_served_models_own_table() -> None:
     resolved = resolve(Budget(tokens=20), 90)
     for fingerprint, own in ((shape.fingerprint, True), ("another model", False)):
         fmt = Rdkv.of(resolved.plan, resolved.layers[0], replace(shape, fingerprint=fingerprint))
-        assert isinstance(fmt, Rdkv)
         assert (fingerprint in fmt.settings.table.fingerprints) == own
         assert (fmt.settings.table == find_table("LLaMA-3.1-8B")) != own
 

@@ -16,7 +16,7 @@ from kvferry.baselines.think import Think
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.formats import FORMATS
-from kvferry.shared.compression.formats.compacting import Compacting
+from kvferry.shared.compression.formats.compacting import naive_layer
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rdkv import PackedSegments, Rdkv
@@ -123,7 +123,7 @@ def random_row(fmt: LayerFormat) -> tuple[Tensor, Tensor]:
 def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, steps: int) -> None:
     """Every step of the layer in the arena equals the naive one, and what was generated comes back whole."""
     shape, placed = fmt.shape, Placed.of(fmt)
-    cache, naive = placed.open(tensors), fmt.naive(tensors)
+    cache, naive = placed.open(tensors), naive_layer(fmt, tensors)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2, shape.num_kv_heads, steps, shape.head_dim, generator=generator).to(shape.dtype)
     keys, values = rows[0], (rows[0] if shape.latent_dim else rows[1])[..., : shape.value_dim]
@@ -150,7 +150,6 @@ def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, ste
 def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: int, group_size: int) -> None:
     fmt, tensors, _ = compressed(case, num_tokens, group_size=group_size)
     if case == "rdkv, segments":
-        assert isinstance(fmt, Compacting)
         assert isinstance(fmt.segments, PackedSegments)
         assert fmt.segments.max_segments == 2
     assert_attends_as_naive(fmt, tensors, steps=NEW_TOKENS - 1)
@@ -179,7 +178,7 @@ def test_a_prompt_within_the_budget_attends_as_the_naive_one(case: str, num_toke
 @pytest.mark.parametrize("case", CASES)
 def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
-    first = fmt.naive(tensors)
+    first = naive_layer(fmt, tensors)
     queries, (key, value) = torch.randn(2, 2, 31), random_row(fmt)
     first.attend(queries, key, value, scaling=0.2)
     second, third = first.fork(), first.fork()
@@ -208,7 +207,7 @@ def test_tensors_are_those_that_the_format_names_in_their_order(case: str) -> No
     assert set(tensors) <= set(fmt.kinds)
     assert all(its.is_contiguous() for its in tensors.values())
     header = header_of(tensors)
-    if isinstance(getattr(fmt, "inner", fmt), Rdkv):  # the packed parts follow from the prompt
+    if isinstance(fmt, Rdkv):  # the packed parts follow from the prompt
         header = {"layout": header["layout"]}
     assert list(fmt.tensors().items()) == list(header.items())
     places = fmt.receive(header_of(tensors), Placed.of(fmt).regions)
@@ -279,8 +278,9 @@ def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str)
 def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     """All but a state, which has no rows: `tests/services/test_states.py`."""
     made = [compressed(case, 97)[0] for case in CASES]
-    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows, Compacting} - {State}
-    compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows} - {State}
+    compacted = {type(fmt) for fmt in made if fmt.segments is not None}
     assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts} | {Rdkv}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
-    assert [fmt.is_plain for fmt in made] == [type(fmt) in (Rows, Window) for fmt in made]
+    plain = [type(fmt) in (Rows, Window) and fmt.segments is None for fmt in made]
+    assert [fmt.is_plain for fmt in made] == plain
