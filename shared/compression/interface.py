@@ -71,10 +71,6 @@ class TensorSpec:
         piece = max(ALIGNMENT_BYTES // self.dtype.itemsize, 1)
         return (*outer, -(-length // piece) * piece)
 
-    @property
-    def placed_bytes(self) -> int:
-        return math.prod(self.placed_shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
@@ -150,14 +146,12 @@ class Sizing:
         layer: its index in the model.
         rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
         budget: t, the plan's budget in tokens.
-        packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
         latent_dim: as of `LayerSpec`.
     """
 
     layer: int
     rows: int
     budget: int
-    packed_budget: int
     num_prompt_tokens: int
     max_new_tokens: int
     head_dim: int

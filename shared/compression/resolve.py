@@ -85,8 +85,6 @@ def resolve_plan(
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
-        # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
-        packed_budget = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *fixed}]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
@@ -97,7 +95,6 @@ def resolve_plan(
                 layer=layer,
                 rows=share,
                 budget=budget,
-                packed_budget=packed_budget,
                 num_prompt_tokens=num_prompt_tokens,
                 max_new_tokens=max_new_tokens,
                 head_dim=head_dim if heads is None else heads.head_dim,

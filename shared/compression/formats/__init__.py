@@ -64,16 +64,6 @@ def make_formats(
     Raises: InvalidRequest: an unknown format or attention, sizes that do not belong to it, or a plan for
         other layers than the model's.
     """
-    shape = LayerShape(
-        num_prompt_tokens=resolved.num_prompt_tokens,
-        max_new_tokens=resolved.max_new_tokens,
-        num_kv_heads=spec.num_kv_heads,
-        group_size=spec.group_size,
-        head_dim=spec.head_dim,
-        dtype=TORCH_DTYPES[spec.dtype],
-        returns_generated=returns_generated,
-        fingerprint=spec.fingerprint,
-    )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
     kinds = list(zip(resolved.layers, specs, strict=True))
@@ -85,15 +75,19 @@ def make_formats(
         _check_format(number, layer.representation.name, spec_of_layer)
         its_class = format_class(layer.representation)
         heads = spec.heads(number)
-        its_shape = replace(
-            shape,
+        shape = LayerShape(
+            num_prompt_tokens=resolved.num_prompt_tokens,
+            max_new_tokens=resolved.max_new_tokens,
             num_kv_heads=heads.num_kv_heads,
             group_size=heads.group_size,
             head_dim=heads.head_dim,
+            dtype=TORCH_DTYPES[spec.dtype],
             latent_dim=spec_of_layer.latent_dim,
+            returns_generated=returns_generated,
+            fingerprint=spec.fingerprint,
             state=spec_of_layer.state,
         )
-        fmt = its_class.of(resolved.plan, layer, its_shape)
+        fmt = its_class.of(resolved.plan, layer, shape)
         if layer.generated is not None:
             fmt = replace(fmt, segments=selected_segments(resolved.plan, layer.generated))
         formats.append(fmt)

@@ -87,7 +87,9 @@ class Rdkv(PackedFormat):
 
         Raises: InvalidRequest: the budget does not suffice for the least width for every token.
         """
-        budget, num_tokens, part = sizing.packed_budget, sizing.num_prompt_tokens, plan.representation
+        # with dense attention the whole budget is bits, spread over more tokens than rows
+        budget = sizing.budget if plan.attention.name == "dense" else sizing.rows
+        num_tokens, part = sizing.num_prompt_tokens, plan.representation
         least = rdkv_settings(part, budget_tokens=budget).widths[0]
         if least * num_tokens > WIDTHS[-1] * budget:
             raise InvalidRequest(

@@ -99,7 +99,6 @@ def make_sizing(
         layer=0,
         rows=rows,
         budget=rows,
-        packed_budget=rows,
         num_prompt_tokens=num_tokens,
         max_new_tokens=max_new_tokens,
         head_dim=head_dim,

@@ -93,7 +93,6 @@ def sized(part: Part, *, layer: int, cap: int, budget: int) -> Part:
         layer=layer,
         rows=cap,
         budget=budget,
-        packed_budget=budget,
         num_prompt_tokens=cap,
         max_new_tokens=1,
         head_dim=D,
