@@ -271,10 +271,9 @@ class CompactingCache(LayerCache):
         segments = self.segments
         selected = len(self._segment_rows) * segments.kept_rows
         keys, values = self.inner.generated_rows(segments.num_rows(num_appended))
-        return (
-            torch.cat([*(rows for rows, _ in self._segment_rows), keys[:, selected:]], 1),
-            torch.cat([*(rows for _, rows in self._segment_rows), values[:, selected:]], 1),
-        )
+        rows = [*self._segment_rows, (keys[:, selected:], values[:, selected:])]
+        keys, values = (torch.cat(its, 1) for its in zip(*rows, strict=True))
+        return keys, values
 
     def used_bytes(self, num_appended: int) -> int:
         return self.inner.used_bytes(num_appended)
@@ -298,18 +297,12 @@ class NaiveCompacting(NaiveLayer):
         return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
 
     def _compact(self, scaling: float) -> None:
-        last = len(self._current) - self._segments.window
-        keys = torch.stack([key for _, key, _ in self._current], 1)
-        values = torch.stack([value for _, _, value in self._current], 1)
-        queries = [its for its, _, _ in self._current[last:]]
-        observed = torch.stack(queries, 2) if queries else self._current[0][0][:, :, None][:, :, :0]
+        queries, keys, values = (torch.stack(its, -2) for its in zip(*self._current, strict=True))
+        observed = queries[:, :, queries.shape[2] - self._segments.window :].contiguous()
         stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
         self._selected = [*self._selected, stay]
         self._current = []
-        self._inner.replace_new_rows(
-            torch.cat([rows for rows, _ in self._selected], 1),
-            torch.cat([rows for _, rows in self._selected], 1),
-        )
+        self._inner.replace_new_rows(*(torch.cat(its, 1) for its in zip(*self._selected, strict=True)))
 
     def fork(self) -> NaiveCompacting:
         other = NaiveCompacting(self._segments, self._inner.fork())
