@@ -9,8 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.compacting import naive_layer
+from kvferry.shared.compression.formats import make_formats, naive_layer
 from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
 from kvferry.shared.compression.formats.state import NaiveState
 from kvferry.shared.compression.plan import ResolvedPlan

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import Region
-from kvferry.shared.compression.formats.compacting import compacting
+from kvferry.shared.compression.formats import compacted
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
@@ -294,7 +294,7 @@ class LayerLayout:
         places = self.format.receive(header_of(tensors), regions)
         for name, place in places.items():
             place.copy_(tensors[name])
-        cache = compacting(self.format.open(regions, places))
+        cache = compacted(self.format.open(regions, places))
         cache.settle()
         return cache
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.shared.compression.formats.compacting import selected_segments
-from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
+from kvferry.shared.compression.formats.compacting import CompactingCache, NaiveCompacting, selected_segments
+from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, NaiveLayer, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -109,6 +109,18 @@ def _check_format(number: int, name: str, layer: LayerSpec) -> None:
             f"{'rows' if layer.has_rows else 'a state'}",
             param="ticket.plan",
         )
+
+
+def compacted(cache: LayerCache) -> LayerCache:
+    """A layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
+    segments = cache.format.segments
+    return cache if segments is None else CompactingCache(cache, segments)
+
+
+def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
+    """As `LayerFormat.naive`, with new rows compacted as the format says."""
+    inner = fmt.naive(tensors)
+    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
 def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...]) -> int | None:

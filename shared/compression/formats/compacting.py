@@ -202,18 +202,6 @@ def selected_segments(plan: CompressionPlan, generated: Part) -> SelectedSegment
     return SelectedSegments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
 
 
-def compacting(cache: LayerCache) -> LayerCache:
-    """A layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
-    segments = cache.format.segments
-    return cache if segments is None else CompactingCache(cache, segments)
-
-
-def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
-    """As `LayerFormat.naive`, with new rows compacted as the format says."""
-    inner = fmt.naive(tensors)
-    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
-
-
 class CompactingCache(LayerCache):
     """A format's layer in the arena, and the last queries of the current segment.
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from kvferry.baselines.think import Think
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.formats import FORMATS
-from kvferry.shared.compression.formats.compacting import naive_layer
+from kvferry.shared.compression.formats import FORMATS, naive_layer
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rdkv import PackedSegments, Rdkv
