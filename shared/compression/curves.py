@@ -73,34 +73,27 @@ class Calibration:
     beta: float
 
     def retention(self, quality: float, *, nll: float) -> float:
-        """The least retention, in [0, 1], at which the curve predicts this quality.
+        """The least retention at which the curve predicts this quality: its inverse, clamped to [0, 1],
+        `rho* = log1p(tau expm1(b)) / b`.
 
         Args: quality: tau in [0, 1].
         Raises: InvalidRequest: quality is outside [0, 1].
         """
-        return retention_for(quality, self.alpha * nll + self.beta)
-
-
-def retention_for(quality: float, slope: float) -> float:
-    """The curve's inverse: `rho* = log1p(tau expm1(b)) / b`, clamped to [0, 1].
-
-    Args: quality: tau. slope: b.
-    Raises: InvalidRequest: quality is outside [0, 1].
-    """
-    if not 0 <= quality <= 1:
-        raise InvalidRequest(
-            f"quality is {quality}; it must be a number from 0 to 1", param="kv_compression.quality"
-        )
-    if quality in (0, 1):
-        return float(quality)
-    if abs(slope) < FLAT_SLOPE:
-        retention = quality
-    elif slope > _LARGE:
-        # expm1(b) would overflow
-        retention = 1 + math.log(quality + (1 - quality) * math.exp(-slope)) / slope
-    else:
-        retention = math.log1p(quality * math.expm1(slope)) / slope
-    return min(max(retention, 0.0), 1.0)
+        if not 0 <= quality <= 1:
+            raise InvalidRequest(
+                f"quality is {quality}; it must be a number from 0 to 1", param="kv_compression.quality"
+            )
+        if quality in (0, 1):
+            return float(quality)
+        slope = self.alpha * nll + self.beta
+        if abs(slope) < FLAT_SLOPE:
+            retention = quality
+        elif slope > _LARGE:
+            # expm1(b) would overflow
+            retention = 1 + math.log(quality + (1 - quality) * math.exp(-slope)) / slope
+        else:
+            retention = math.log1p(quality * math.expm1(slope)) / slope
+        return min(max(retention, 0.0), 1.0)
 
 
 def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:
