@@ -190,10 +190,6 @@ class NaiveLayer(ABC):
     def appended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add a row to `new_rows`. Returns: K and V of all of them, `[H_kv, m, D]`."""
         self.new_rows += ((key, value),)
-        return self.joined()
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """K and V of `new_rows`, of which there must be one, `[H_kv, m, D]`."""
         keys, values = (torch.stack(its, 1) for its in zip(*self.new_rows, strict=True))
         return keys, values
 
