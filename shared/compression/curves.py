@@ -237,10 +237,10 @@ def load_curves(path: Path) -> ModelCurves:
 
 
 def _curve(entry: Mapping[str, Any]) -> QualityCurve:
-    names = ("alpha", "beta", "lowest_nll", "highest_nll")
-    alpha, beta, lowest, highest = (float(entry[name]) for name in names)
-    if not all(map(math.isfinite, (alpha, beta, lowest, highest))) or lowest > highest:
-        raise ValueError(f"a curve has {dict(zip(names, (alpha, beta, lowest, highest), strict=True))}")
+    numbers = {name: float(entry[name]) for name in ("alpha", "beta", "lowest_nll", "highest_nll")}
+    alpha, beta, lowest, highest = numbers.values()
+    if not all(map(math.isfinite, numbers.values())) or lowest > highest:
+        raise ValueError(f"a curve has {numbers}")
     if entry["measure"] not in get_args(Measure):
         raise ValueError(f"a curve's measure is {entry['measure']!r}")
     return QualityCurve(

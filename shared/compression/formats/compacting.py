@@ -145,23 +145,17 @@ class SelectedSegments(Segments):
 
 def check_generated(generated: Part, plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
     """Check that a plan's generated tokens can be compacted. Raises: InvalidRequest: they cannot."""
-    refusing = [
-        text
-        for text, refuses in (
-            (f"format {plan.representation.name!r}", not fmt.compacts),
-            (f"attention {plan.attention.name!r}", plan.attention.name in EVICTIONS),
-            (
-                f"layer_allocation {plan.layer_allocation.name!r}",
-                plan.layer_allocation.name in MEASURED_ALLOCATIONS,
-            ),
-            ("a plan without a scorer", plan.scorer is None),
-        )
-        if refuses
-    ]
-    if refusing:
-        raise InvalidRequest(
-            f"{REBUDGET_TOKENS} does not go with {refusing[0]}", param="kv_compression.parameters"
-        )
+    allocation = plan.layer_allocation.name
+    for text, refuses in (
+        (f"format {plan.representation.name!r}", not fmt.compacts),
+        (f"attention {plan.attention.name!r}", plan.attention.name in EVICTIONS),
+        (f"layer_allocation {allocation!r}", allocation in MEASURED_ALLOCATIONS),
+        ("a plan without a scorer", plan.scorer is None),
+    ):
+        if refuses:
+            raise InvalidRequest(
+                f"{REBUDGET_TOKENS} does not go with {text}", param="kv_compression.parameters"
+            )
     scorer, size = _scorer_and_size(generated)
     read_params("generated tokens", {REBUDGET_TOKENS: size}, {REBUDGET_TOKENS: Between(1, _MOST_TOKENS)})
     if make_scorer(scorer, rows=1).observed_queries is None:
