@@ -20,11 +20,11 @@ from kvferry.shared.compression.attention import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
-from kvferry.shared.compression.formats.state import State
-from kvferry.shared.compression.formats.window import Window
 from kvferry.shared.compression.interface import LayerAllocation, Sizing, find_part
 from kvferry.shared.compression.plan import (
     MODEL_FORMATS,
+    STATE_FORMAT,
+    WINDOW_FORMAT,
     CompressionPlan,
     LayerPlan,
     ParamValue,
@@ -78,7 +78,7 @@ def resolve_plan(
     uncut = fmt.plan_whole(plan, num_prompt_tokens)
     planned = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     fixed = {
-        layer: Window.plan_window(its, num_prompt_tokens) if its.window else State.plan_state()
+        layer: _plan_of_model(its, num_prompt_tokens)
         for layer, its in enumerate(layers)
         if its.window or not its.has_rows
     }
@@ -111,6 +111,14 @@ def resolve_plan(
         max_new_tokens=max_new_tokens,
         layers=tuple(fixed.get(layer, its) for layer, its in enumerate(planned)),
     )
+
+
+def _plan_of_model(layer: LayerSpec, num_prompt_tokens: int) -> LayerPlan:
+    """The plan of a layer with a window or a state, whatever the method."""
+    if not layer.window:
+        return LayerPlan(rows=1, representation=Part(name=STATE_FORMAT))
+    part = Part(name=WINDOW_FORMAT, params={"window": layer.window, "is_chunked": layer.is_chunked})
+    return LayerPlan(rows=layer.num_needed(num_prompt_tokens), representation=part)
 
 
 def check_resolved(

@@ -121,10 +121,6 @@ class EvictingCache:
     def _stored(self) -> tuple[Tensor, ...]:
         return (self.keys,) if self.is_latent else (self.keys, self.values)
 
-    @property
-    def _heads(self) -> Tensor:
-        return torch.arange(len(self.scores), device=self.scores.device)
-
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write the new token's row. Args: key, value: `[H_kv, D]`, key post-RoPE."""
         self.keys[:, self._rows] = key
@@ -152,20 +148,19 @@ class EvictingCache:
         Args: attention_row: float32 `[H_kv, S + 1]`, of the appended token's query, summed over the group, in
             the order of the rows.
         """
-        heads, last = self._heads, self._rows
+        heads, last = torch.arange(len(self.scores), device=self.scores.device), self._rows
         next_positions = self.positions.amax(dim=1) + 1
         self.scores.add_(attention_row[:, :last])
         evicted = self._lowest(next_positions)
         if self.thresholds is not None:
-            self._merge(evicted, self.thresholds)
+            self._merge(heads, evicted, self.thresholds)
         for rows in self._stored:
             rows[heads, evicted] = rows[:, last].clone()
         self.scores[heads, evicted] = attention_row[:, last]
         self.positions[heads, evicted] = next_positions
 
-    def _merge(self, evicted: Tensor, thresholds: Tensor) -> None:
+    def _merge(self, heads: Tensor, evicted: Tensor, thresholds: Tensor) -> None:
         """Update tau; merge each head's evicted row, int64 `[H_kv]`, into its nearest if u reaches tau."""
-        heads = self._heads
         evicted_rows = [rows[heads, evicted] for rows in self._stored]
         similarities = cosine_similarities(evicted_rows[0][:, None], self.keys)[:, 0]
         similarities[heads, evicted] = -torch.inf

@@ -6,7 +6,7 @@ New tokens stay rows, or are packed in segments as the prompt was (`PackedSegmen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -120,24 +120,21 @@ class Rdkv(PackedFormat):
         segments = ("segment_tokens", "segment_budget_tokens") if "segment_tokens" in params else ()
         read_params("a layer of 'rdkv'", params, dict.fromkeys(("budget_tokens", *segments), int))
         sizes = {name: int(value) for name, value in params.items()}
-
-        def settings(budget_tokens: int) -> RdkvSettings:
-            part, fingerprint = plan.representation, shape.fingerprint
-            return rdkv_settings(part, budget_tokens=budget_tokens, fingerprint=fingerprint)
-
+        budget_tokens, fingerprint = sizes["budget_tokens"], shape.fingerprint
+        settings = rdkv_settings(plan.representation, budget_tokens=budget_tokens, fingerprint=fingerprint)
         if segments:
             segment, share = sizes["segment_tokens"], sizes["segment_budget_tokens"]
             packed = PackedSegments(
                 segment_tokens=segment,
                 max_segments=_num_segments(segment, shape.max_new_tokens),
                 limit_bytes=_limit_bytes(shape, segment, share),
-                settings=settings(share),
+                settings=replace(settings, budget_tokens=share),
             )
         return cls(
             shape=shape,
             rows=layer.rows,
             attention=make_attention(layer.attention),
-            settings=settings(sizes["budget_tokens"]),
+            settings=settings,
             segments=packed,
             is_scored=plan.scorer is not None,
         )

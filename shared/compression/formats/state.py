@@ -26,7 +26,7 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.plan import STATE_FORMAT, LayerPlan, Part
+from kvferry.shared.compression.plan import STATE_FORMAT
 from kvferry.shared.model.spec import TORCH_DTYPES
 
 _MAX_STATES = 8
@@ -44,11 +44,6 @@ class State(LayerFormat):
     }
     finite: ClassVar[tuple[str, ...]] = tuple(kinds)
     scored: ClassVar[bool | None] = False
-
-    @classmethod
-    def plan_state(cls) -> LayerPlan:
-        """The plan of a layer with a state."""
-        return LayerPlan(rows=1, representation=Part(name=cls.name))
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         raise NotImplementedError("a state is shipped as it is")

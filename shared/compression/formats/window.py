@@ -27,7 +27,6 @@ from kvferry.shared.compression.plan import (
     Between,
     CompressionPlan,
     LayerPlan,
-    Part,
 )
 from kvferry.shared.model.spec import LayerSpec
 
@@ -51,12 +50,6 @@ class Window(Rows):
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Window:
         return cls(shape=shape, rows=layer.rows, **cls.params(layer.representation))
-
-    @classmethod
-    def plan_window(cls, layer: LayerSpec, num_prompt_tokens: int) -> LayerPlan:
-        """The plan of a layer with a window."""
-        part = Part(name=cls.name, params={"window": layer.window, "is_chunked": layer.is_chunked})
-        return LayerPlan(rows=layer.num_needed(num_prompt_tokens), representation=part)
 
     @property
     def layer(self) -> LayerSpec:
