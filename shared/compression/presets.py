@@ -225,13 +225,9 @@ def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
     """Leave out parameters of the format that plans may lack where they have their defaults: workers of an
     earlier release refuse a plan with a name that they do not know."""
     part = plan.representation
-    defaults = format_class(part).defaults
-    if not defaults.keys() & part.params.keys():
-        return plan
+    defaults = [(name, type(value), value) for name, value in format_class(part).defaults.items()]
     params = {
-        name: value
-        for name, value in part.params.items()
-        if (type(value), value) != (type(defaults.get(name)), defaults.get(name))
+        name: value for name, value in part.params.items() if (name, type(value), value) not in defaults
     }
     return replace(plan, representation=replace(part, params=params))
 
