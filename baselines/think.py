@@ -83,8 +83,7 @@ class Think(StoredFormat):
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that channels and positions ascend and are in range."""
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="packed")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
         channels, head_dim = tensors["channels"], self.shape.head_dim
         ascending = bool((channels[:, 1:] > channels[:, :-1]).all())
         if not ascending or bool(((channels < 0) | (channels >= head_dim)).any()):

@@ -142,8 +142,7 @@ class Halves(LayerFormat):
         }
 
     def open(self, regions, tensors):
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="index")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="index")
         return HalvesCache(self, regions)
 
     def naive(self, tensors):

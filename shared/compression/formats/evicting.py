@@ -104,9 +104,8 @@ class Evicting(LayerFormat):
         return specs
 
     def open(self, regions: Tensors, tensors: Tensors) -> EvictingLayer:
-        index, state = tensors.get("index"), tensors["state"]
-        if index is not None:
-            check_index(index, self.shape.num_prompt_tokens, reason="index")
+        index = check_index(tensors, self.shape.num_prompt_tokens, reason="index")
+        state = tensors["state"]
         num_scores = self.shape.num_kv_heads * self.rows
         if not (state[:num_scores] >= 0).all() or not state[:num_scores].isfinite().all():
             raise InvalidTensors("accumulated attention must be finite and at least 0", reason="state")

@@ -405,12 +405,16 @@ def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[st
     return [{name: its[part] for name, its in by_name.items()} for part in range(num_parts)]
 
 
-def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
+def check_index(tensors: Tensors, num_tokens: int, *, reason: str) -> Tensor | None:
     """Check selected positions.
 
-    Args: index: int32 `[H_kv, n]`. num_tokens: T.
+    Args: tensors: as they were received. num_tokens: T.
+    Returns: the tensor "index", int32 `[H_kv, n]`; None if there is none, since every token is selected.
     Raises: InvalidTensors: not ascending per head, or outside 0 to T - 1.
     """
+    index = tensors.get("index")
+    if index is None:
+        return None
     ascending = bool((index[:, 1:] > index[:, :-1]).all())
     if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
         low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
@@ -419,6 +423,7 @@ def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
             f"{high}, ascending: {ascending}",
             reason=reason,
         )
+    return index
 
 
 def on_host(rows: Tensor) -> Tensor:

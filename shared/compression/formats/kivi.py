@@ -94,8 +94,7 @@ class Kivi(StoredFormat):
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that positions ascend, scales are positive and every code dequantises to a finite value."""
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="packed")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
         head_dim, levels = self.shape.head_dim, (1 << self.bits) - 1
         of_values = 0 if self.shape.latent_dim else GROUP_TOKENS
         key_scales, key_minima, value_scales, value_minima = torch.split(

@@ -108,9 +108,7 @@ class Rows(LayerFormat):
         return {**self.shape.row_specs(num_rows), **self.attention.regions(self.shape, num_rows)}
 
     def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
-        index = tensors.get("index")
-        if index is not None:
-            check_index(index, self.shape.num_prompt_tokens, reason="index")
+        index = check_index(tensors, self.shape.num_prompt_tokens, reason="index")
         cache = RowsCache(self, regions, index)
         self.attention.build(cache.view, length=self.rows)
         return cache

@@ -79,8 +79,7 @@ class Halved(LayerFormat):
         }
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="index")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="index")
         if not regions["half_keys"].isfinite().all():
             raise InvalidTensors("halved keys must be finite", reason="packed")
         return HalvedCache(self, regions)
