@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.interface import installed_methods, with_installed
@@ -254,5 +255,5 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
                 params[name] = float(params[name])  # JSON may write 1 for 1.0
         return replace(part, params=params)
 
-    given = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
-    return replace(plan, **{name: changed(part) for name, part in given.items() if part is not None})
+    given: dict[str, Any] = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
+    return replace(plan, **{name: part and changed(part) for name, part in given.items()})

@@ -87,9 +87,10 @@ class Uniform(PackedFormat):
         return self._expected.size_bytes
 
     def tensors(self) -> Specs:
-        kinds = self._expected.kinds.items()
-        sizes = {name: TensorSpec(shape=(size_bytes,), dtype=torch.uint8) for name, (_, size_bytes) in kinds}
-        return {**super().tensors(), **sizes}
+        specs = dict(super().tensors())
+        for name, (_, size_bytes) in self._expected.kinds.items():
+            specs[name] = TensorSpec(shape=(size_bytes,), dtype=torch.uint8)
+        return specs
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
         layout = super()._layout(tensors)
