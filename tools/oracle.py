@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.compress import WaitingLayer, measure_layer
+from kvferry.shared.compression.compress import (
+    WaitingLayer,
+    compress_prompt,
+    compress_waiting,
+    in_layer_order,
+    measure_layer,
+)
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
@@ -25,7 +31,6 @@ from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt, compress_waiting, in_layer_order
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher

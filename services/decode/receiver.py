@@ -22,7 +22,7 @@ from torch import Tensor
 from kvferry.shared.cache.arena import ArenaCopier, SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, PinnedRows, Positions, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
-from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats import compacted, make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
@@ -121,8 +121,6 @@ class CacheWriter:
                 reason="incomplete",
             )
         for layer, cache in enumerate(self._caches):
-            if not cache.settles:
-                continue
             try:
                 cache.settle()
             except InvalidTensors as error:
@@ -134,7 +132,7 @@ class CacheWriter:
             return
         layer = self._num_layers
         try:
-            cache = self._receiving.open(self._regions, self._tensors)
+            cache = compacted(self._receiving.open(self._regions, self._tensors))
             self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error

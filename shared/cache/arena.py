@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import Region
+from kvferry.shared.compression.formats import compacted
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
@@ -28,12 +29,8 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
 ALIGNMENT_BYTES = 64
 
 AllocationState = Literal["reserved", "in_transfer", "running", "retained"]
-_NEXT_STATES: dict[AllocationState, tuple[AllocationState, ...]] = {
-    "reserved": ("in_transfer",),
-    "in_transfer": ("running",),
-    "running": ("retained",),
-    "retained": (),
-}
+"""In the order in which an allocation has them."""
+_NEXT_STATES: dict[AllocationState, AllocationState] = dict(itertools.pairwise(get_args(AllocationState)))
 _MAX_GENERATION = (1 << 32) - 1
 
 
@@ -71,6 +68,8 @@ class ByteArena:
     Args:
         size_bytes: rounded down to ALIGNMENT_BYTES.
         observer: called under the lock after every change with bytes by state.
+
+    Attributes: memory: all bytes, uint8 `[size_bytes]`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ByteArena:
     ) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.lock = threading.RLock()
-        self._buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
         self._observer = observer
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
         self._allocations: dict[int, Allocation] = {}
@@ -93,7 +92,7 @@ class ByteArena:
 
     @property
     def device(self) -> torch.device:
-        return self._buffer.device
+        return self.memory.device
 
     @property
     def free_bytes(self) -> int:
@@ -166,10 +165,10 @@ class ByteArena:
         """
         with self.lock:
             current = self._state_of(allocation)
-            if state not in _NEXT_STATES[current]:
+            if state != _NEXT_STATES.get(current):
                 raise KvferryError(
                     f"allocation of {allocation.owner!r} is {current}; it may become "
-                    f"{_NEXT_STATES[current] or 'free only'}, not {state}"
+                    f"{_NEXT_STATES.get(current, 'free only')}, not {state}"
                 )
             self._states[allocation.offset] = state
             self._move(allocation.size_bytes, current, state)
@@ -190,16 +189,11 @@ class ByteArena:
             del self._allocations[allocation.offset], self._states[allocation.offset]
             self._give_back(allocation.offset, allocation.size_bytes, state)
 
-    @property
-    def memory(self) -> Tensor:
-        """All bytes, uint8 `[size_bytes]`."""
-        return self._buffer
-
     def buffer(self, allocation: Allocation) -> Tensor:
         """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
             self._state_of(allocation)
-        return self._buffer[allocation.offset : allocation.offset + allocation.size_bytes]
+        return self.memory[allocation.offset : allocation.offset + allocation.size_bytes]
 
     def check_integrity(self) -> None:
         """Verify that allocations and free ranges tile the arena and that the bytes by state agree.
@@ -300,7 +294,7 @@ class LayerLayout:
         places = self.format.receive(header_of(tensors), regions)
         for name, place in places.items():
             place.copy_(tensors[name])
-        cache = self.format.open(regions, places)
+        cache = compacted(self.format.open(regions, places))
         cache.settle()
         return cache
 
@@ -339,8 +333,8 @@ def measured_limit_bytes(layout: SequenceLayout) -> int:
     beside = 0
     for layer in layout.layers:
         shape = replace(layer.format.shape, max_new_tokens=1, returns_generated=False)
-        one_row = replace(layer.format, rows=1, shape=shape)
-        beside += sum(align(its.placed_bytes) + ALIGNMENT_BYTES for its in one_row.regions().values())
+        one_row = sequence_layout([replace(layer.format, rows=1, shape=shape)])
+        beside += one_row.size_bytes + ALIGNMENT_BYTES * len(one_row.layers[0].regions)
     return layout.size_bytes + beside
 
 

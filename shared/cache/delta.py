@@ -244,9 +244,7 @@ class DeltaLayer:
         Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
         """
         shape, rows = self.format.shape, self.format.rows
-        index = tensors.get("index")
-        if index is not None:
-            check_index(index, shape.num_prompt_tokens, reason="index")
+        index = check_index(tensors, shape.num_prompt_tokens, reason="index")
         positions = index.numpy() if index is not None else all_positions(shape.num_kv_heads, rows)
         which, numbers = self.retained.find(self.layer, positions)
         counts = (which < 0).sum(1, dtype=np.int32)

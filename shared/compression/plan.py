@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.shared.errors import OTHER_RELEASE, ConfigurationError, InvalidRequest
+from kvferry.shared.errors import OTHER_RELEASE, InvalidRequest
 
 ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
@@ -197,6 +197,9 @@ class Between:
     high: float
     odd: bool = False
 
+    def __contains__(self, value: Any) -> bool:
+        return self.low <= value <= self.high and (not self.odd or value % 2 == 1)
+
     def __str__(self) -> str:
         return f"{'odd, ' if self.odd else ''}{self.low} to {self.high}"
 
@@ -224,31 +227,12 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
             reason = OTHER_RELEASE
         raise InvalidRequest(f"{name} {said}; it takes {takes}", param="kv_compression", reason=reason)
     for key, its in allowed.items():
-        value: Any = params[key]
-        if isinstance(its, type):
-            continue
-        if not isinstance(its, Between):
-            is_allowed = value in its
-        else:
-            is_allowed = its.low <= value <= its.high and (not its.odd or value % 2 == 1)
-        if not is_allowed:
+        if not isinstance(its, type) and params[key] not in its:
             choices = its if isinstance(its, Between) else f"one of {', '.join(map(str, its))}"
             raise InvalidRequest(
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
             )
-    return dict(zip(allowed, map(params.__getitem__, allowed), strict=True))
-
-
-def with_installed(
-    what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
-) -> Mapping[str, _Entry]:
-    """The package's entries of a registry, then those of installed packages.
-
-    Raises: ConfigurationError: an installed package uses a name of the package.
-    """
-    if taken := sorted(set(own) & set(installed)):
-        raise ConfigurationError(f"installed packages name {what} {', '.join(taken)}; the package has them")
-    return {**own, **installed}
+    return {key: params[key] for key in allowed}
 
 
 def look_up(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:

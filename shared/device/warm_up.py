@@ -21,12 +21,12 @@ from kvferry.kernels.column_sums import column_sums, window_scores
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
 from kvferry.shared.model.interface import LanguageModel

@@ -15,13 +15,13 @@ import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PromptTransfer
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import ModelSpec

@@ -227,7 +227,7 @@ _OTHERS = (
     PlantedFault(
         name="heavy-merge",
         what="D2O's weights of a row that decode merges are not normalised.",
-        path="shared/compression/d2o/cache.py",
+        path="shared/compression/d2o/eviction.py",
         old="            merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)",
         new="            merged = (math.e * target.float() + weight * row.float()) / math.e",
         near=("tests/shared/compression/d2o",),
@@ -235,7 +235,7 @@ _OTHERS = (
     PlantedFault(
         name="leverage-sign",
         what="Compactor's leverage makes a token's score lower.",
-        path="shared/compression/scorers/compactor.py",
+        path="shared/compression/scorers.py",
         old="                blend += self.leverage_weight",
         new="                blend -= self.leverage_weight",
         near=("tests/shared/compression/test_compactor.py",),

@@ -19,16 +19,16 @@ from kvferry.baselines.think import Think
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.services.decode.receiver import CacheWriter
 from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache
 from kvferry.shared.compression.formats.rows import RowsCache, WireRows
 from kvferry.shared.compression.formats.state import StateLayer
 from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, StateSpec
 from kvferry.shared.wire.frames import TransferCursor

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.shared.compression.calibration import Calibration
-from kvferry.shared.compression.curves import ModelCurves, QualityCurve
+from kvferry.shared.compression.curves import Calibration, ModelCurves, QualityCurve
 from kvferry.tools.evaluation.fitting import save_curves
 
 METHODS = ("snapkv", "rocketkv", "rdkv")

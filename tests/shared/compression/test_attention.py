@@ -9,14 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.baselines import quest
 from kvferry.baselines.exact_topk import ExactTopK
 from kvferry.baselines.quest import Quest
 from kvferry.baselines.sparq import SparQ
-from kvferry.kernels import hsa
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import (
+from kvferry.shared.compression.attention import (
     EVICTIONS,
+    CacheView,
     Hsa,
     attentions,
     check_attention,
@@ -95,7 +93,6 @@ def sized(part: Part, *, layer: int, cap: int, budget: int) -> Part:
         layer=layer,
         rows=cap,
         budget=budget,
-        packed_budget=budget,
         num_prompt_tokens=cap,
         max_new_tokens=1,
         head_dim=D,
@@ -156,13 +153,8 @@ def test_pages_of_one_token_are_the_keys_themselves_and_take_no_memory(kind: Hsa
     keys[:, 29] = values[:, 29] = torch.nan
     kind.append(cache, key, value, position=29)
     output = kind.attend(queries, cache, length=30, scaling=0.3)
-    own = {"num_channels": 5} if isinstance(kind, Hsa) else {}
-    kernel = hsa if isinstance(kind, Hsa) else quest
-    pages = (keys.clone(), keys.clone())
-    expected = kernel.attend(
-        queries, keys, values, *pages, length=30, page_size=1, num_tokens=7, scaling=0.3, **own
-    )
-    assert torch.equal(output, expected)
+    stored = CacheView(keys=keys, values=values, auxiliary=(torch.stack([keys, keys]).mT,))
+    assert torch.equal(output, kind.attend(queries, stored, length=30, scaling=0.3))
 
 
 @pytest.mark.parametrize("name", NOT_DENSE)

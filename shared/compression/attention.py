@@ -1,13 +1,17 @@
-"""The decode attentions, and their registry: the `attention` part of a plan and of a resolved layer.
+"""Decode attention: its sizes for one layer of one prompt, its operations, and the kinds by name.
 
-Adding one is one class and one entry of `ATTENTIONS`, or an entry point of another package (`installed.py`).
-A resolved attention is a `Part` with the kind's name and its integer sizes, so the wire and the control calls
-need no code for each kind.
+A kind is the `attention` part of a plan and of a resolved layer. Adding one is one class and one entry of
+`ATTENTIONS`, or an entry point of another package (`interface.Method`). A resolved attention is a `Part` with
+the kind's name and its integer sizes, so the wire and the control calls need no code for each kind. Formats
+use one object for the layout of the arena (`specs`), for a prompt that has arrived (`build`), for decode's
+steps (`append`, `attend`) and in the oracle. It stores sizes only; K, V and auxiliary tensors belong to the
+caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -18,15 +22,123 @@ from torch import Tensor
 
 from kvferry.kernels import hsa, packed_hsa
 from kvferry.kernels.dense_decode import dense_decode
+from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
-from kvferry.shared.compression.attention.interface import AttentionKind, CacheView
-from kvferry.shared.compression.installed import installed_attentions
-from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec
-from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params, with_installed
+from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec, all_parts, find_part
+from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
 from kvferry.shared.errors import InvalidRequest
 
 _MAX_SIZE = 1 << 31
+_AUXILIARY = "auxiliary_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheView:
+    """One layer's KV as attention reads it.
+
+    Attributes:
+        keys, values: `[H_kv, cap, D]`, of which the first rows are in use; the others may contain anything.
+            If the prompt is packed, they are of new tokens only.
+        auxiliary: the tensors of `AttentionKind.specs`, in that order.
+        packed: the packed prompt, then packed segments of new tokens; empty if the prompt is rows.
+    """
+
+    keys: Tensor
+    values: Tensor
+    auxiliary: tuple[Tensor, ...] = ()
+    packed: Sequence[PackedLayer] = ()
+
+    @classmethod
+    def of(
+        cls, shape: LayerShape, regions: Mapping[str, Tensor], packed: Sequence[PackedLayer] = ()
+    ) -> CacheView:
+        """The regions of rows, and those of `AttentionKind.regions`."""
+        auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
+        keys, values = shape.rows_of(regions)
+        return cls(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind(ABC):
+    """Decode attention of one layer. A subclass is a frozen dataclass whose fields are integer sizes.
+
+    Attributes:
+        name: its name in plans and metrics.
+        takes_any_softmax: whether it goes with soft-capping and sinks, too; estimates ignore them.
+    """
+
+    name: ClassVar[str]
+    takes_any_softmax: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> AttentionKind:
+        """The sizes for one layer.
+
+        Args:
+            cap: the prompt rows that attention chooses from.
+            budget: t, the traffic of one decode step as a number of rows; what is read to choose rows counts.
+            head_dim: d.
+            row_dim: channels that a row stores: 2 d for K and V, d of a latent row.
+        """
+
+    def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
+        """The tensors stored beside `num_rows` tokens per KV head; if packed, the new ones among them."""
+        return ()
+
+    def regions(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> dict[str, TensorSpec]:
+        """The tensors of `specs` by the names of their regions."""
+        specs = self.specs(shape, num_rows, packed=packed)
+        return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
+
+    def rebuilt(
+        self, shape: LayerShape, keys: Tensor, values: Tensor, packed: Sequence[PackedLayer] = ()
+    ) -> CacheView:
+        """A view with new auxiliary tensors, built from every row and packed token. For the oracle."""
+        num_packed = max(head.num_tokens for head in packed[0].layout.heads) if packed else 0
+        specs = self.specs(shape, num_packed + keys.shape[1], packed=bool(packed))
+        auxiliary = [torch.empty(its.placed_shape, dtype=its.dtype, device=keys.device) for its in specs]
+        view = CacheView(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
+        self.build_again(view, length=keys.shape[1])
+        return view
+
+    def build_again(self, cache: CacheView, *, length: int) -> None:
+        """Fill the auxiliary tensors from the packed prompt, if there is one, and the first `length` rows."""
+        self.build(cache, length=length)
+        if cache.packed and cache.auxiliary:
+            for position in range(length):
+                key, value = cache.keys[:, position], cache.values[:, position]
+                self.append(cache, key, value, position=position)
+
+    def build(self, cache: CacheView, *, length: int) -> None:  # noqa: B027 (most kinds have nothing to build)
+        """Fill the auxiliary tensors from the first `length` rows, or from the packed prompt."""
+
+    def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
+        """Write key and value `[H_kv, D]` to row `position`, the first unused one; update `auxiliary`.
+
+        Raises: IndexError, ValueError: there is no such row.
+        """
+        cache.keys[:, position] = key
+        cache.values[:, position] = value
+
+    @abstractmethod
+    def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
+        """Attention of one token to the packed tokens and the first `length` rows; its own row is the last.
+
+        Args: queries: `[H_kv, G, D]`.
+        Returns: `[H_kv, G, D]`.
+        """
+
+    @abstractmethod
+    def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
+        """Bytes that a step reads of a layer with `num_rows` tokens per KV head, of all KV heads together.
+
+        Bytes read to choose rows count too. This is what a fused kernel on the method's own layout reads; a
+        torch path may read more.
+
+        Args: packed_bytes: of the packed tokens, if they are packed.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +300,11 @@ the scorer divides the prompt's rows into the same zones as eviction does."""
 
 def attentions() -> Mapping[str, type[AttentionKind]]:
     """All by name. Raises: ConfigurationError: an installed method brings one whose name is taken."""
-    return with_installed("attentions", ATTENTIONS, installed_attentions())
+    return all_parts("attention", ATTENTIONS)
 
 
 def _attention_class(name: str) -> type[AttentionKind]:
-    return ATTENTIONS.get(name) or look_up("attention", name, attentions())
+    return ATTENTIONS.get(name) or find_part("attention", name, ATTENTIONS)
 
 
 def chooses_rows(part: Part) -> bool:
