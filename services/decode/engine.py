@@ -13,28 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
 
 import structlog
 import torch
-from torch import Tensor
 
 from kvferry.kernels.quarantine import is_lost
+from kvferry.services.decode.batch import Batch, LaunchedBatch, StepRunner
 from kvferry.services.decode.cuda_device import step_device
-from kvferry.services.decode.lanes import LaunchedSteps, StepLanes
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
-from kvferry.services.decode.shadow import ShadowStep
-from kvferry.services.decode.step import (
-    EAGER_STEPS,
-    LaunchedStep,
-    StepDevice,
-    StepInput,
-    StepRunner,
-)
-from kvferry.shared.cache.arena import Allocation
+from kvferry.services.decode.step import EAGER_STEPS
 from kvferry.shared.control.messages import (
     FinishReason,
     GenerateEvent,
@@ -51,19 +40,10 @@ _log = structlog.get_logger(__name__)
 _IDLE_WAIT_S = 0.25
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_FAILED_STEPS = 3
-_STEP_TIMEOUT_S = 60.0
 _MEMORY_POLL_S = 0.005
 _DELIVERY_INTERVAL_S = 0.008
 """No token waits longer for later ones that are delivered with it, and none waits if two steps take longer.
 One by one, tokens of shorter steps cost the threads and processes on their way more time than the step."""
-
-
-class _LaunchedBatch(NamedTuple):
-    """A step, and the slots of the sequences that it was launched with; one of them may be shadowed."""
-
-    step: LaunchedStep | LaunchedSteps
-    slots: dict[Sequence, int]
-    shadowed: Sequence | None
 
 
 class DecodeEngine:
@@ -80,9 +60,8 @@ class DecodeEngine:
         memory: gives running sequences room for their rows.
         on_finished: takes a sequence whose completion has ended and whose KV is to be returned to prefill or
             retained (RETURNING).
-        device: runs the steps; by default, made for the model's device.
-        warm_up: what the thread runs before it takes sequences, with the runner of the steps.
-        shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
+        warm_up: what the thread runs before it takes sequences, with the batch's lanes.
+        shadow_check: see `Batch`.
         num_threads: CPU threads of torch in the engine's thread; 0: those of the process.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
         parts: the worker's ranks, which run the same steps.
@@ -97,8 +76,7 @@ class DecodeEngine:
         clock: Callable[[], float],
         memory: SequenceMemory,
         on_finished: Callable[[Sequence], None],
-        device: StepDevice | None = None,
-        warm_up: Callable[[StepRunner | StepLanes], None] | None = None,
+        warm_up: Callable[[list[StepRunner]], None] | None = None,
         shadow_check: int = 0,
         num_threads: int = 0,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
@@ -108,15 +86,15 @@ class DecodeEngine:
         self._num_ranks = parts.num_ranks
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
-        self._shadow_check = shadow_check
         self._num_threads = num_threads
-        self._num_steps = 0
-        self._num_captures = 0
-        self._device = device or step_device(model)
-        make_runner: Callable[..., StepRunner | StepLanes] = StepLanes
-        if not self._device.captures:
-            make_runner = partial(StepRunner, spec=parts.spec, tell_others=parts.tell_others)
-        self._runner = make_runner(model, self._device, max_batch_size=max_batch_size, warn=_warn_of_capture)
+        self._batch = Batch(
+            model,
+            step_device(model),
+            metrics,
+            max_batch_size=max_batch_size,
+            shadow_check=shadow_check,
+            parts=parts,
+        )
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._clock = clock
@@ -127,8 +105,6 @@ class DecodeEngine:
         self._inbox: deque[tuple[Sequence, SampledToken]] = deque()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._slots: dict[Sequence, tuple[int, Allocation]] = {}
-        self._in_flight: _LaunchedBatch | None = None
         self._last_step_s = clock()
         self._undelivered: list[tuple[EventStream, GenerateEvent]] = []
         self._last_delivery_s = clock()
@@ -190,11 +166,11 @@ class DecodeEngine:
         try:
             if self._warm_up is not None:
                 try:
-                    self._warm_up(self._runner)
+                    self._warm_up(self._batch.lanes)
                 except Exception:  # requests will show whether anything is amiss
                     _log.exception("the warm-up failed")
-                    self._runner.reset()
-                self._count_captures("warm_up")
+                    self._batch.reset()
+                self._batch.count_captures("warm_up")
                 self._warm_up = None
             while self._await_work():
                 try:
@@ -203,7 +179,7 @@ class DecodeEngine:
                     _log.exception("decode step failed", batch_size=len(self._running))
                     self._failed_steps += 1
                     if self._has_lost_device(error):
-                        self._in_flight = None
+                        self._batch.in_flight = None
                         self._close_all(
                             WorkerUnavailable(f"the device is lost: {error}", reason="device_lost")
                         )
@@ -254,11 +230,8 @@ class DecodeEngine:
     def _make_room(self) -> None:
         """Give every running sequence room for the rows of its next step, the oldest first. Those for which
         there is no memory wait on the host."""
-        num_steps = 1 + (self._in_flight is not None)
-        for sequence in self._running:
-            if sequence.lacks_room(num_steps):
-                break
-        else:
+        num_steps = 1 + (self._batch.in_flight is not None)
+        if not any(sequence.lacks_room(num_steps) for sequence in self._running):
             return
         self._finish_step()
         for sequence in sorted(self._running, key=_arrival):
@@ -339,7 +312,8 @@ class DecodeEngine:
 
         If steps run ahead, handle the previous step's tokens instead, while the new step runs.
         """
-        if self._in_flight is not None and self._in_flight.shadowed is not None:
+        batch = self._batch
+        if batch.in_flight is not None and batch.in_flight.shadowed is not None:
             self._finish_step()  # no later step may be launched before it is repeated
             self._running = [its for its in self._running if its.state is SequenceState.RUNNING]
             if not self._running:
@@ -348,99 +322,50 @@ class DecodeEngine:
         self._place()
         if not self._running:
             return
-        if self._in_flight is not None and all(sequence.num_left <= 1 for sequence in self._running):
-            launched = None  # the in-flight step gives every sequence its last token
-        else:
-            launched = self._launch()
-        previous, self._in_flight = self._in_flight, launched
+        previous, batch.in_flight = batch.in_flight, self._launch()
         if previous is not None:
             self._handle_tokens(previous)
-        if not self._runner.runs_ahead:
+        if not batch.runs_ahead:
             self._finish_step()
 
     def _place(self) -> None:
         """Give every running sequence a slot, and no other; the other slots stay as they are."""
-        self._vacate()
-        spare = self._runner.spare_slot
-        if spare is not None and len(self._slots) == len(self._running):
+        batch = self._batch
+        batch.vacate()
+        spare = batch.spare_slot
+        if spare is not None and batch.num_placed == len(self._running):
             self._finish_step()
-            self._vacate(spare)
-        for sequence in self._running:
-            if sequence not in self._slots:
-                given = self._input(sequence, sequence.num_appended)
-                self._slots[sequence] = self._runner.join(given), sequence.allocation
+            batch.vacate(spare)
+        batch.place(self._running)
 
-    def _input(self, sequence: Sequence, num_appended: int) -> StepInput:
-        """Args: num_appended: rows of new tokens before the step."""
-        return StepInput(
-            caches=sequence.caches,
-            num_appended=num_appended,
-            token_id=sequence.last_token_id,
-            position=sequence.position,
-            num_left=sequence.num_left,
-            stop_ids=sequence.stop_token_ids,
-            sampler=sequence.sampler,
-            written=sequence.written,
-            name=sequence.name,
-        )
-
-    def _vacate(self, spare: int | None = None) -> None:
-        """Empty the slots of sequences that have ended or moved, and the spare one."""
-        for sequence, (slot, allocation) in list(self._slots.items()):
-            is_running = sequence.state is SequenceState.RUNNING and sequence.is_in_arena
-            if not is_running or sequence.allocation is not allocation or slot == spare:
-                del self._slots[sequence]
-                self._runner.leave(slot)
-
-    def _launch(self) -> _LaunchedBatch:
-        if self._in_flight is None:
+    def _launch(self) -> LaunchedBatch | None:
+        """Launch a step; None if the one in flight gives every sequence its last token."""
+        if self._batch.in_flight is None:
             self._last_step_s = self._clock()
+        elif all(sequence.num_left <= 1 for sequence in self._running):
+            return None
         # a step is not captured while another shape is likely to follow
         waits = bool(self._inbox or self._waiting)
-        step = self._runner.launch(eager_steps=EAGER_STEPS if waits else 1)
-        self._count_captures("load")
-        for path in step.paths:
-            self._metrics.decode_steps.labels(path.name, path.reason).inc()
-        slots = {sequence: slot for sequence, (slot, _) in self._slots.items()}
-        return _LaunchedBatch(step, slots, self._next_shadowed(slots))
-
-    def _count_captures(self, when: Literal["warm_up", "load"]) -> None:
-        captured = self._runner.captures.number
-        self._metrics.captures.labels(when).inc(captured - self._num_captures)
-        self._num_captures = captured
-
-    def _next_shadowed(self, slots: dict[Sequence, int]) -> Sequence | None:
-        """The sequence whose step is repeated, in turn, if this step's turn has come."""
-        self._num_steps += 1
-        if not self._shadow_check or self._num_steps % self._shadow_check:
-            return None
-        return list(slots)[self._num_steps // self._shadow_check % len(slots)]
-
-    def _await_step(self) -> None:
-        """Wait for the in-flight step; its tokens are handled later."""
-        if self._in_flight is not None:
-            self._in_flight.step.wait(_STEP_TIMEOUT_S)
+        return self._batch.launch(eager_steps=EAGER_STEPS if waits else 1)
 
     def _finish_step(self) -> None:
         """Wait for the in-flight step and handle its tokens."""
-        launched, self._in_flight = self._in_flight, None
+        launched, self._batch.in_flight = self._batch.in_flight, None
         if launched is not None:
             self._handle_tokens(launched)
 
-    def _handle_tokens(self, launched: _LaunchedBatch) -> None:
+    def _handle_tokens(self, launched: LaunchedBatch) -> None:
         """Handle a step's tokens, for the sequences that are still running."""
-        step = launched.step
-        step.wait(_STEP_TIMEOUT_S)
+        launched.wait()
         self._failed_steps = 0
-        slots = step.drawn()
         taken: list[tuple[Sequence, FinishReason | None]] = []
         num_running = 0
-        for sequence, slot in launched.slots.items():
+        for sequence, drawn in launched.drawn().items():
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            drawn = self._take(sequence, launched, slot, *slots[slot])
-            if drawn is not None:
-                token, reason = drawn
+            next_token = self._take(sequence, launched, *drawn)
+            if next_token is not None:
+                token, reason = next_token
                 taken.append((sequence, reason))
                 self._undelivered.append((sequence.events, TokenGenerated(token=token)))
                 num_running += reason is None
@@ -463,58 +388,17 @@ class DecodeEngine:
         self._last_delivery_s = self._clock()
 
     def _take(
-        self,
-        sequence: Sequence,
-        launched: _LaunchedBatch,
-        slot: int,
-        token_id: int,
-        is_valid: int,
-        is_active: int,
+        self, sequence: Sequence, launched: LaunchedBatch, token_id: int, is_valid: int, is_active: int
     ) -> tuple[SampledToken, FinishReason | None] | None:
         """The sequence's next token, and why the completion ends with it if it does; None if it failed."""
         assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
-        step = launched.step
         sequence.num_appended += 1
         try:
-            if (error := step.error(slot)) is not None:
-                raise error
-            if not is_valid and (refusal := sequence.sampler.refusal()).reason != "invalid_logits":
-                raise refusal  # the grammar's doing, and no kernel's
-            if not is_valid or launched.shadowed is sequence:
-                logits = self._second_opinion(sequence, slot, bool(is_valid))
-                if logits is not None:
-                    token = sequence.sampler.sample(logits)
-                    self._place_again(sequence)
-                    return token, sequence.take(token)
-            if not is_valid:
-                raise sequence.sampler.refusal()
-            token = sequence.sampler.accept(token_id, step.logits(slot))
+            token = self._batch.token(sequence, launched, token_id, is_valid=bool(is_valid))
             return token, sequence.take(token)
         except Exception as failure:  # an error of one sequence must not fail the batch
             self._fail(sequence, failure)
             return None
-
-    def _second_opinion(self, sequence: Sequence, slot: int, is_valid: bool) -> Tensor | None:
-        """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
-        stand, or nothing better can be had."""
-        if self._num_ranks > 1:
-            return None  # each rank has a part of the sequence
-        shadow = ShadowStep(self._model, self._input(sequence, sequence.num_appended - 1))
-        if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
-            return None
-        with self._device.scope():
-            opinion, logits = shadow.judge(self._runner.last_logits(slot) if is_valid else None)
-        self._metrics.shadow_checks.labels(opinion).inc()
-        return logits if opinion == "kernel_wrong" else None
-
-    def _place_again(self, sequence: Sequence) -> None:
-        """Let a sequence leave the batch until the next step, which then begins with what the host knows."""
-        slot, _ = self._slots.pop(sequence)
-        self._runner.leave(slot)
-        if (
-            self._in_flight is not None
-        ):  # it was launched without this sequence, which had ended for the device
-            self._in_flight.slots.pop(sequence, None)
 
     def _count(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Count a delivered token, which may end the completion."""
@@ -527,7 +411,7 @@ class DecodeEngine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a completion. Bytes are released before the reader gets the end, unless KV must be returned."""
-        self._await_step()
+        self._batch.await_step()
         self._deliver()
         if not sequence.request.probe:
             self._memory.observe(sequence.num_tokens)
@@ -559,14 +443,14 @@ class DecodeEngine:
         if not isinstance(error, KvferryError):
             _log.error("sequence failed", request_id=sequence.request.request_id, exc_info=error)
             error = KvferryError(f"decoding the sequence failed: {error}", reason="sequence_failed")
-        self._await_step()
+        self._batch.await_step()
         self._deliver()
         sequence.close(error)
 
     def _close_all(self, error: KvferryError) -> None:
         with contextlib.suppress(KvferryError, RuntimeError):  # a lost device does not write any more
-            self._await_step()
-        self._in_flight = None
+            self._batch.await_step()
+        self._batch.in_flight = None
         self._deliver()
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
@@ -575,8 +459,7 @@ class DecodeEngine:
                 sequence.close(error)
         self._waiting.clear()
         self._running = []
-        self._slots = {}
-        self._runner.reset()
+        self._batch.reset()
         self._share_memory()
         self._show_batch_size(0)
 
@@ -590,7 +473,3 @@ def _arrival(sequence: Sequence) -> int:
 
 def _closed() -> WorkerUnavailable:
     return WorkerUnavailable("the decode worker is shutting down", reason="closed")
-
-
-def _warn_of_capture(reason: str) -> None:
-    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)

@@ -21,8 +21,8 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.hsa.batch import EMPTY_HEAD, HsaScratch, SparseRows, SparseSize
 from kvferry.kernels.quarantine import attempt, is_lost
-from kvferry.services.decode.lanes import StepLanes
-from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.services.decode.batch import StepRunner, lane_of
+from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -54,22 +54,23 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 def warm_up_steps(
     model: LanguageModel,
-    runner: StepRunner | StepLanes,
+    lanes: Sequence[StepRunner],
     arena: ByteArena,
     *,
     max_batch_size: int,
     progress: Progress,
 ) -> None:
-    """Launch the steps. No other sequence may be placed; none is afterwards."""
+    """Launch the steps. Args: lanes: of a `Batch` in which no sequence is placed; none is afterwards."""
     seen: set[Hashable] = set()
     begin_s, sizes = time.monotonic(), batch_sizes(max_batch_size)
     for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
         try:
-            _warm_up_prompt(model, runner, arena, prompt, sizes, seen)
+            _warm_up_prompt(model, lanes, arena, prompt, sizes, seen)
         except (CapacityExceeded, InvalidRequest):
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
-            runner.reset()
+            for runner in lanes:
+                runner.reset()
             if is_lost(error):
                 raise
             _log.warning(
@@ -81,15 +82,15 @@ def warm_up_steps(
     _log.info(
         "warmed up",
         kinds=len(seen),
-        captures=runner.captures.number,
+        captures=sum(runner.captures.number for runner in lanes),
         seconds=round(time.monotonic() - begin_s, 2),
-        captures_s=round(runner.captures.seconds, 2),
+        captures_s=round(sum(runner.captures.seconds for runner in lanes), 2),
     )
 
 
 def _warm_up_prompt(
     model: LanguageModel,
-    runner: StepRunner | StepLanes,
+    lanes: Sequence[StepRunner],
     arena: ByteArena,
     prompt: WarmPrompt,
     sizes: Sequence[int],
@@ -108,7 +109,7 @@ def _warm_up_prompt(
         steps = partial(
             _warm_up_shapes,
             model,
-            runner,
+            lanes[lane_of(caches, 0) % len(lanes)],
             caches,
             num_tokens=prompt.resolved.num_prompt_tokens,
             sizes=sizes,
@@ -134,7 +135,7 @@ def _kind(cache: LayerCache) -> Hashable:
 
 def _warm_up_shapes(
     model: LanguageModel,
-    runner: StepRunner | StepLanes,
+    runner: StepRunner,
     caches: tuple[LayerCache, ...],
     *,
     params: SamplingParams,
