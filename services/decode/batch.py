@@ -391,7 +391,7 @@ def _input(sequence: Sequence, num_appended: int) -> StepInput:
     return StepInput(
         caches=sequence.caches,
         num_appended=num_appended,
-        token_id=sequence.last_token_id,
+        token_id=sequence.token_ids[-1],
         position=sequence.position,
         num_left=sequence.num_left,
         stop_ids=sequence.stop_token_ids,

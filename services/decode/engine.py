@@ -102,7 +102,7 @@ class DecodeEngine:
         self._on_finished = on_finished
         self._num_arrived = 0
         self._condition = threading.Condition()
-        self._inbox: deque[tuple[Sequence, SampledToken]] = deque()
+        self._inbox: deque[Sequence] = deque()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._last_step_s = clock()
@@ -124,11 +124,11 @@ class DecodeEngine:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def submit(self, sequence: Sequence, first_token: SampledToken) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """Add a READY sequence, which the engine owns from now on. Any thread may call this."""
         with self._condition:
             if not self._stopping:
-                self._inbox.append((sequence, first_token))
+                self._inbox.append(sequence)
                 self._condition.notify()
                 return
         sequence.close(_closed())
@@ -212,7 +212,7 @@ class DecodeEngine:
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
         while arrived:
-            self._begin(*arrived.popleft())
+            self._begin(arrived.popleft())
         self._end_early()
         while self._waiting and len(self._running) < self._max_batch_size and self._load(self._waiting[0]):
             self._join(self._waiting.popleft())
@@ -285,11 +285,13 @@ class DecodeEngine:
         self._waiting = deque(s for s in self._waiting if s.state is SequenceState.READY)
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
-    def _begin(self, sequence: Sequence, first_token: SampledToken) -> None:
+    def _begin(self, sequence: Sequence) -> None:
         """Count the token that prefill sampled; it may already end the completion."""
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
         self._waiting.append(sequence)
+        first_token = sequence.first_token
+        assert first_token is not None, "the sequence has arrived"
         try:
             sequence.sampler.observe(first_token.token_id)
             reason = sequence.take(first_token)
@@ -454,7 +456,7 @@ class DecodeEngine:
         self._deliver()
         with self._condition:
             arrived, self._inbox = self._inbox, deque()
-        for sequence in (*(s for s, _ in arrived), *self._waiting, *self._running):
+        for sequence in (*arrived, *self._waiting, *self._running):
             if sequence.state in (SequenceState.READY, SequenceState.RUNNING):
                 sequence.close(error)
         self._waiting.clear()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.services.decode.parts import Parts
-from kvferry.services.decode.sequence import Sequence, written_so_far
+from kvferry.services.decode.sequence import Sequence
+from kvferry.services.decode.step import written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     AllocationState,
@@ -380,7 +381,7 @@ class SequenceMemory:
 
         Returns: False if there is not enough memory; the sequence may then be on the host.
         """
-        layout, room = sequence.layout, sequence.room
+        layout, room = sequence.part.layout, sequence.room
         if sequence.lacks_room(1):
             room = min(room + max(GROWTH_TOKENS, room // 2), sequence.resolved.max_new_tokens)
             layout = self.layout(sequence.plan, room, returns_generated=sequence.request.store_history)
@@ -414,9 +415,9 @@ class SequenceMemory:
                 return
             if self._arena.can_be_lower(sequence.allocation):
                 self._move_to_host(sequence)
-                allocation = self._take(sequence, sequence.layout)
+                allocation = self._take(sequence, sequence.part.layout)
                 assert allocation is not None, "the range that the sequence has just released is free"
-                self._move(sequence, sequence.layout, sequence.room, allocation)
+                self._move(sequence, sequence.part.layout, sequence.room, allocation)
 
     def _take(self, sequence: Sequence, layout: SequenceLayout) -> Allocation | None:
         return self._scheduler.take(layout.size_bytes, owner=sequence.request.request_id)
@@ -424,7 +425,7 @@ class SequenceMemory:
     def _move_to_host(self, sequence: Sequence) -> None:
         """Idempotent."""
         if sequence.is_in_arena:
-            self._move(sequence, sequence.layout, sequence.room, None)
+            self._move(sequence, sequence.part.layout, sequence.room, None)
 
     def _move(
         self, sequence: Sequence, layout: SequenceLayout, room: int, allocation: Allocation | None

@@ -1,6 +1,6 @@
 """A following rank of a decode worker: the KV of its heads, and attention to it.
 
-Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`parts.py`)
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`Parts`)
 says what its `Part` does, and which slot a sequence has in a step.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
-from kvferry.services.decode.part import Part
+from kvferry.services.decode.parts import Part
 from kvferry.services.decode.receiver import PartReceiver
 from kvferry.services.decode.step import MAX_STEPS
 from kvferry.shared.model.interface import DecodeAttention

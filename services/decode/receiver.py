@@ -3,8 +3,7 @@
 Place in the request's path: between the rank's block server and its part of the sequence. Every rank has a
 `PartReceiver`, the leading one, too. It accepts a transfer only if its generation, model and plan match a
 reservation that has not ended; a refusal names the field that differs. The layer's format decides where a
-tensor's bytes go and checks them; blocks may split tensors at any byte. `Arrivals` (`parts.py`) is told how
-it went.
+tensor's bytes go and checks them; blocks may split tensors at any byte. `Reservations` is told how it went.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ class PartReceiver:
     Args:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
-        note: given the name and arguments of what happens, as of `Arrivals`; called without locks.
+        note: given the name and arguments of what happens, as of `Reservations`; called without locks.
         ask: whether a reservation with this key waits for its blocks. Raises: TimeoutError: no answer.
     """
 

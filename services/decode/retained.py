@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.services.decode.part import RetainedPart, retained_layout
-from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.parts import Parts, RetainedPart, retained_layout
 from kvferry.services.decode.sequence import Pinned, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows

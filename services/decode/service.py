@@ -24,17 +24,11 @@ from prometheus_client.registry import Collector
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
-from kvferry.services.decode.parts import Arrivals, Parts, checked_first_token
+from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import Expected
 from kvferry.services.decode.retained import RetainedSelections
 from kvferry.services.decode.returned import HistoryReturner
-from kvferry.services.decode.sequence import (
-    EventStream,
-    Reservations,
-    Sequence,
-    SequenceState,
-    written_so_far,
-)
+from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
@@ -50,7 +44,6 @@ from kvferry.shared.control.messages import (
     SessionKey,
     Ticket,
     TicketIssued,
-    TransferAccepted,
     WorkerStatus,
     calling_router,
 )
@@ -130,7 +123,6 @@ class DecodeService:
         )
         self._parts = Parts(model, self._arena.memory)
         self._methods = self._parts.methods(applicable_methods(model.spec.layers))
-        self._reservations = Reservations()
         self._retained = RetainedSelections(
             self._parts,
             self._arena,
@@ -187,18 +179,15 @@ class DecodeService:
         self._stop_sweeping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
         self._prompts = SharedPrompts(self._parts, lease_s=config.lease_s, clock=clock)
-        self._parts.listen(
-            Arrivals(
-                self._spec,
-                self._parts,
-                self._arena,
-                self._reservations,
-                metrics,
-                share=self._prompts.put,
-                clock=clock,
-                submit=self._engine.submit,
-            )
+        self._reservations = Reservations(
+            self._parts,
+            self._arena,
+            metrics,
+            share=self._prompts.put,
+            clock=clock,
+            submit=self._engine.submit,
         )
+        self._parts.listen(self._reservations)
         self._server_factory = server_factory
         self._server: BlockServer | None = None
         metrics.waiting.set_function(lambda: self._scheduler.num_waiting)
@@ -264,8 +253,9 @@ class DecodeService:
         sequence, lease_s = await self._admit(request, timeout_s, shared)
         chain = sequence.pinned.chain if sequence.pinned is not None else None
         try:
-            if shared is not None:
-                await asyncio.to_thread(self._begin_shared, sequence, shared)
+            if shared is not None and request.shares is not None:
+                copy = partial(self._prompts.copy, shared, sequence)
+                await asyncio.to_thread(self._reservations.copied, sequence, copy, request.shares.first_token)
             yield TicketIssued(
                 ticket=Ticket(
                     endpoint=self.block_endpoint,
@@ -331,25 +321,6 @@ class DecodeService:
             return None
         checked_first_token(request.shares.first_token, request, self._spec)
         return self._prompts.take(request, request.shares.request_id)
-
-    def _begin_shared(self, sequence: Sequence, shared: SharedPrompt) -> None:
-        """Copy a shared prompt to the sequence's memory, as if it had arrived, and let it run."""
-        start = sequence.request.shares
-        assert start is not None, "the request shares a prompt"
-        with sequence.lock:
-            if sequence.state is not SequenceState.RESERVED:
-                return
-            sequence.plan = shared.plan
-            sequence.prompt_bytes, sequence.own_bytes = shared.prompt_bytes, shared.own_bytes
-            self._parts.call("copy", shared.name, sequence.name)
-            sequence.written = written_so_far(self._arena.device)
-            self._arena.advance(sequence.allocation, "in_transfer")
-            self._arena.advance(sequence.allocation, "running")
-            sequence.committed_s = self._clock()
-            sequence.state = SequenceState.READY
-        sequence.events.put(TransferAccepted(transfer_s=0.0))
-        sequence.enter_stage("first step")
-        self._engine.submit(sequence, start.first_token)
 
     async def _admit(
         self, request: GenerateRequest, timeout_s: float, shared: SharedPrompt | None
@@ -518,7 +489,7 @@ class DecodeService:
                 self._retained.shrink()
                 if self._prompts.entries:
                     self._prompts.expire()
-                self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)
+                self._reservations.expire()
                 self._give_up_if_wedged()
                 if not self._reservations.all():
                     self._arena.check_integrity()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
+from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
@@ -24,19 +24,15 @@ class SharedPrompt:
     it with this object.
 
     Attributes:
-        requested, max_tokens: what the request asked for; `resolved` and `plan` are as of `Sequence`.
-        room: new tokens for which it has room.
-        name: of the sequence that brought it.
-        prompt_bytes, own_bytes: as of `Sequence`.
+        request: which brought it.
+        name, resolved, plan, room, prompt_bytes, own_bytes: as of its `Sequence`.
     """
 
-    token_ids: tuple[int, ...]
-    requested: CompressionPlan
-    max_tokens: int
+    request: GenerateRequest
+    name: int
     resolved: ResolvedPlan
     plan: ResolvedPlan
     room: int
-    name: int
     prompt_bytes: int
     own_bytes: int
 
@@ -71,13 +67,11 @@ class SharedPrompts:
         """Store a copy of the sequence's prompt for its siblings, before its first step."""
         request = sequence.request
         prompt = SharedPrompt(
-            token_ids=request.prompt_token_ids,
-            requested=request.plan,
-            max_tokens=request.sampling.max_tokens,
+            request=request,
+            name=sequence.name,
             resolved=sequence.resolved,
             plan=sequence.plan,
             room=sequence.room,
-            name=sequence.name,
             prompt_bytes=sequence.prompt_bytes,
             own_bytes=sequence.own_bytes,
         )
@@ -101,9 +95,7 @@ class SharedPrompts:
             if entry is None:
                 message = f"no prompt of request {of!r} is stored here to share"
                 raise LeaseExpired(message, reason="unknown_prompt")
-            prompt, max_tokens = entry.prompt, request.sampling.max_tokens
-            given = request.prompt_token_ids, request.plan, max_tokens, stores
-            if given != (prompt.token_ids, prompt.requested, prompt.max_tokens, False):
+            if stores or _shared(request) != _shared(entry.prompt.request):
                 raise InvalidRequest(
                     f"request {request.request_id!r} cannot share the prompt of {of!r}: it must have the "
                     "same prompt, plan and max_tokens, and neither a session nor history"
@@ -111,7 +103,13 @@ class SharedPrompts:
             entry.num_left -= 1
             if entry.num_left == 0:
                 del self.entries[of]
-        return prompt
+        return entry.prompt
+
+    def copy(self, prompt: SharedPrompt, sequence: Sequence) -> None:
+        """Copy a prompt to the memory of a sequence that has begun; the caller has locked it."""
+        sequence.plan = prompt.plan
+        sequence.prompt_bytes, sequence.own_bytes = prompt.prompt_bytes, prompt.own_bytes
+        self._parts.call("copy", prompt.name, sequence.name)
 
     def forget(self, request_id: str) -> None:
         """The request that brought the prompt has ended before its answer did."""
@@ -129,3 +127,8 @@ class SharedPrompts:
         """Forget all prompts."""
         with self._lock:
             self.entries.clear()
+
+
+def _shared(request: GenerateRequest) -> tuple[object, ...]:
+    """What is equal in requests that share a prompt."""
+    return request.prompt_token_ids, request.plan, request.sampling.max_tokens

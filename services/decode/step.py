@@ -1,4 +1,4 @@
-"""Decode steps over buffers with constant addresses, and what runs them: as CUDA graphs or eagerly.
+"""Decode steps over buffers with constant addresses, as CUDA graphs or eagerly.
 
     token_ids, positions, active, left, stop_ids, descriptors ──► model ──► sampling ──► next step's values
 
@@ -79,6 +79,31 @@ class StepDevice:
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
         """Begin to copy tensors to the host. Returns the copies and a function that says if they are done."""
         return tuple([tensor.clone() for tensor in tensors]), lambda: True
+
+
+def written_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """Mark what this thread's stream has been given so far; None on a CPU, where it is done.
+
+    Steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena runs on
+    the device's default stream, in one of these threads:
+
+        receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
+                        (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
+        a request's     the copy of a prompt that siblings share (`SharedPrompts.copy`)
+        engine's        moves: growth, compaction, back from the host (`Part.move`); the warm-up's prompts
+        sweeper's       retained rows copied to less memory, which only the receiver's thread reads
+
+    A sequence has a mark behind its own last write of these, for which its join waits. A stream works in
+    order, so what was queued there before is done by then, too: blocks of an aborted transfer to the same
+    range, retained rows, weights. What is queued later, such as another sequence's blocks, delays no step.
+    Rows that a step appends need no mark: they are on the steps' own stream, and the engine waits for a step
+    before others read or move its rows.
+    """
+    if device.type != "cuda":
+        return None
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
 @dataclass(frozen=True, kw_only=True)
