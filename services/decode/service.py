@@ -23,11 +23,10 @@ from prometheus_client.registry import Collector
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
+from kvferry.services.decode.finished import HistoryReturner, RetainedSelections
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import Expected
-from kvferry.services.decode.retained import RetainedSelections
-from kvferry.services.decode.returned import HistoryReturner
 from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import warm_up_steps
