@@ -67,8 +67,7 @@ class StepRunner:
         warn: called with the reason if a capture fails.
         spec: of the heads that are attended here, if these are not all.
         tell_others: `Parts.tell_others`: other ranks have the same sequences in the same slots.
-
-    Attributes: captures: so far.
+        captures: counts them; several runners may share it.
     """
 
     def __init__(
@@ -80,13 +79,14 @@ class StepRunner:
         warn: Callable[[str], None],
         spec: ModelSpec | None = None,
         tell_others: Callable[..., None] = lambda name, *args: None,
+        captures: Captures | None = None,
     ) -> None:
         self._tell = tell_others
         self._model = model
         self._device = device
         self._max_batch_size = max_batch_size
         self._warn = warn
-        self.captures = Captures()
+        self.captures = captures or Captures()
         self._steps: OrderedDict[tuple[Hashable, Hashable], DecodeStep] = OrderedDict()
         self._spec = spec or model.spec
         self._slots: BatchSlots | None = None
@@ -261,6 +261,7 @@ class Batch:
         self._metrics = metrics
         self._shadow_check = shadow_check
         self._can_repeat = parts.num_ranks == 1  # each of several has a part of a sequence
+        self._captures = Captures()
         self.lanes = [
             StepRunner(
                 model,
@@ -269,6 +270,7 @@ class Batch:
                 warn=_warn_of_capture,
                 spec=parts.spec,
                 tell_others=parts.tell_others,
+                captures=self._captures,
             )
             for _ in range(2 if device.captures else 1)
         ]
@@ -285,42 +287,44 @@ class Batch:
                 lane = lane_of(given.caches, given.num_appended) if len(self.lanes) > 1 else 0
                 self._places[sequence] = _Place(lane, self.lanes[lane].join(given), sequence.allocation)
 
-    def vacate(self, spare: tuple[int, int] | None = None) -> None:
-        """Empty the slots of sequences that have ended or moved. Args: spare: one more, with its lane."""
+    def vacate(self, spare: tuple[int, int] | None = None) -> tuple[int, int] | None:
+        """Empty the slots of sequences that have ended or moved. Args: spare: one more, with its lane.
+
+        Returns: a spare slot that is left (`StepRunner.spare_slot`), with its lane.
+        """
         for sequence, place in list(self._places.items()):
             is_running = sequence.state is SequenceState.RUNNING and sequence.is_in_arena
             if not is_running or sequence.allocation is not place.allocation or place[:2] == spare:
                 self._remove(sequence)
+        for lane, runner in enumerate(self.lanes):
+            if (slot := runner.spare_slot) is not None:
+                return lane, slot
+        return None
 
     @property
     def num_placed(self) -> int:
         return len(self._places)
 
     @property
-    def spare_slot(self) -> tuple[int, int] | None:
-        """See `StepRunner.spare_slot`; with its lane."""
-        slots = ((lane, runner.spare_slot) for lane, runner in enumerate(self.lanes))
-        return next(((lane, slot) for lane, slot in slots if slot is not None), None)
-
-    @property
     def runs_ahead(self) -> bool:
         """See `StepRunner.runs_ahead`."""
-        return all(runner.runs_ahead for runner in self.lanes if runner.num_sequences)
+        return all([runner.runs_ahead for runner in self.lanes if runner.num_sequences])
 
     def launch(self, *, eager_steps: int) -> LaunchedBatch:
         """Launch a step of every lane that has sequences. Args: as of `StepRunner.launch`."""
-        running = [(lane, runner) for lane, runner in enumerate(self.lanes) if runner.num_sequences]
-        steps = {lane: runner.launch(eager_steps=eager_steps) for lane, runner in running}
-        self.count_captures("load")
-        for step in steps.values():
-            self._metrics.decode_steps.labels(step.path.name, step.path.reason).inc()
-        return LaunchedBatch(steps, dict(self._places), self._next_shadowed())
+        steps: dict[int, LaunchedStep] = {}
+        for lane, runner in enumerate(self.lanes):
+            if runner.num_sequences:
+                steps[lane] = step = runner.launch(eager_steps=eager_steps)
+                self._metrics.decode_steps.labels(step.path.name, step.path.reason).inc()
+        if self._captures.number > self._num_captures:
+            self.count_captures("load")
+        return LaunchedBatch(steps, dict(self._places), self._next_shadowed() if self._shadow_check else None)
 
     def count_captures(self, when: Literal["warm_up", "load"]) -> None:
         """Count the captures since the last call."""
-        captured = sum(runner.captures.number for runner in self.lanes)
-        self._metrics.captures.labels(when).inc(captured - self._num_captures)
-        self._num_captures = captured
+        self._metrics.captures.labels(when).inc(self._captures.number - self._num_captures)
+        self._num_captures = self._captures.number
 
     def await_step(self) -> None:
         """Wait for the step in flight; its tokens are handled later."""
@@ -368,7 +372,7 @@ class Batch:
     def _next_shadowed(self) -> Sequence | None:
         """The sequence whose step is repeated, in turn, if this step's turn has come."""
         self._num_steps += 1
-        if not self._shadow_check or self._num_steps % self._shadow_check:
+        if self._num_steps % self._shadow_check:
             return None
         return list(self._places)[self._num_steps // self._shadow_check % len(self._places)]
 

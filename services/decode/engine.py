@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 
 import structlog
 import torch
@@ -33,7 +34,6 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
-from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 
 _log = structlog.get_logger(__name__)
@@ -41,6 +41,7 @@ _IDLE_WAIT_S = 0.25
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_FAILED_STEPS = 3
 _MEMORY_POLL_S = 0.005
+_ARRIVAL = attrgetter("arrival")
 _DELIVERY_INTERVAL_S = 0.008
 """No token waits longer for later ones that are delivered with it, and none waits if two steps take longer.
 One by one, tokens of shorter steps cost the threads and processes on their way more time than the step."""
@@ -83,7 +84,6 @@ class DecodeEngine:
         parts: Parts,
     ) -> None:
         self._model = model
-        self._num_ranks = parts.num_ranks
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
         self._num_threads = num_threads
@@ -96,6 +96,7 @@ class DecodeEngine:
             parts=parts,
         )
         self._metrics = metrics
+        self._batch_size = metrics.batch_size.labels(model.spec.name)
         self._max_batch_size = max_batch_size
         self._clock = clock
         self._memory = memory
@@ -209,14 +210,12 @@ class DecodeEngine:
             return not self._stopping
 
     def _iterate(self) -> None:
-        with self._condition:
-            arrived, self._inbox = self._inbox, deque()
-        while arrived:
-            self._begin(arrived.popleft())
+        while self._inbox:
+            self._begin(self._inbox.popleft())
         self._end_early()
         while self._waiting and len(self._running) < self._max_batch_size and self._load(self._waiting[0]):
             self._join(self._waiting.popleft())
-        self._show_batch_size(len(self._running))
+        self._batch_size.set(len(self._running))
         if self._running:
             self._step()
         if not self._running:
@@ -225,16 +224,14 @@ class DecodeEngine:
             self._deliver()
         self._share_memory()
 
-    # ---- memory ------------------------------------------------------------------------------------------
-
     def _make_room(self) -> None:
         """Give every running sequence room for the rows of its next step, the oldest first. Those for which
         there is no memory wait on the host."""
         num_steps = 1 + (self._batch.in_flight is not None)
-        if not any(sequence.lacks_room(num_steps) for sequence in self._running):
+        if not any([sequence.lacks_room(num_steps) for sequence in self._running]):
             return
         self._finish_step()
-        for sequence in sorted(self._running, key=_arrival):
+        for sequence in sorted(self._running, key=_ARRIVAL):
             if sequence.is_in_arena:
                 self._memory.make_room(sequence, self._others(sequence))
         self._await_memory()
@@ -253,7 +250,7 @@ class DecodeEngine:
         for sequence in swapped:
             sequence.state = SequenceState.READY
         self._running = [sequence for sequence in self._running if sequence.is_in_arena]
-        self._waiting = deque(sorted((*self._waiting, *swapped), key=_arrival))
+        self._waiting = deque(sorted((*self._waiting, *swapped), key=_ARRIVAL))
 
     def _others(self, sequence: Sequence | None = None) -> list[Sequence]:
         """The engine's other sequences in the arena."""
@@ -262,13 +259,11 @@ class DecodeEngine:
     def _share_memory(self) -> None:
         """Admit requests again once no sequence is swapped out, and make a range for the first of them."""
         self._memory.admit_again(self._waiting)
-        if self._memory.wants_compaction(self._others()):
+        if self._memory.wants_compaction(self._others):
             self._finish_step()
             self._memory.compact_for_queue(self._others())
         elif self._waiting and not self._running and not self._inbox:
             time.sleep(_MEMORY_POLL_S)
-
-    # ---- steps -------------------------------------------------------------------------------------------
 
     def _end_early(self) -> None:
         """Close cancelled sequences, and finish those that must end with the tokens they have."""
@@ -317,9 +312,6 @@ class DecodeEngine:
         batch = self._batch
         if batch.in_flight is not None and batch.in_flight.shadowed is not None:
             self._finish_step()  # no later step may be launched before it is repeated
-            self._running = [its for its in self._running if its.state is SequenceState.RUNNING]
-            if not self._running:
-                return
         self._make_room()
         self._place()
         if not self._running:
@@ -332,13 +324,11 @@ class DecodeEngine:
 
     def _place(self) -> None:
         """Give every running sequence a slot, and no other; the other slots stay as they are."""
-        batch = self._batch
-        batch.vacate()
-        spare = batch.spare_slot
-        if spare is not None and batch.num_placed == len(self._running):
+        spare = self._batch.vacate()
+        if spare is not None and self._batch.num_placed == len(self._running):
             self._finish_step()
-            batch.vacate(spare)
-        batch.place(self._running)
+            self._batch.vacate(spare)
+        self._batch.place(self._running)
 
     def _launch(self) -> LaunchedBatch | None:
         """Launch a step; None if the one in flight gives every sequence its last token."""
@@ -362,25 +352,34 @@ class DecodeEngine:
         self._failed_steps = 0
         taken: list[tuple[Sequence, FinishReason | None]] = []
         num_running = 0
-        for sequence, drawn in launched.drawn().items():
+        for sequence, (token_id, is_valid, is_active) in launched.drawn().items():
             if sequence.state is not SequenceState.RUNNING:
                 continue
-            next_token = self._take(sequence, launched, *drawn)
-            if next_token is not None:
-                token, reason = next_token
-                taken.append((sequence, reason))
-                self._undelivered.append((sequence.events, TokenGenerated(token=token)))
-                num_running += reason is None
+            assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
+            sequence.num_appended += 1
+            try:
+                token = self._batch.token(sequence, launched, token_id, is_valid=bool(is_valid))
+                reason = sequence.take(token)
+            except Exception as failure:  # an error of one sequence must not fail the batch
+                self._fail(sequence, failure)
+                continue
+            taken.append((sequence, reason))
+            self._undelivered.append((sequence.events, TokenGenerated(token=token)))
+            num_running += reason is None
         # metrics first, so that a client that has read its stream's end finds its steps counted
         now_s = self._clock()
         step_s = now_s - self._last_step_s
         self._metrics.decode_step.labels(self._model.spec.name).observe(step_s)
         self._last_step_s = now_s
-        self._show_batch_size(num_running)
+        self._batch_size.set(num_running)
         if now_s + step_s - self._last_delivery_s >= _DELIVERY_INTERVAL_S:
             self._deliver()
         for sequence, reason in taken:
-            self._count(sequence, reason)
+            sequence.metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
+            if sequence.num_appended == 1:
+                sequence.enter_stage("decode")
+            if reason is not None:
+                self._finish(sequence, reason)
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
     def _deliver(self) -> None:
@@ -389,40 +388,18 @@ class DecodeEngine:
         self._undelivered.clear()
         self._last_delivery_s = self._clock()
 
-    def _take(
-        self, sequence: Sequence, launched: LaunchedBatch, token_id: int, is_valid: int, is_active: int
-    ) -> tuple[SampledToken, FinishReason | None] | None:
-        """The sequence's next token, and why the completion ends with it if it does; None if it failed."""
-        assert is_active, f"the step ended sequence {sequence.request.request_id} and the host did not"
-        sequence.num_appended += 1
-        try:
-            token = self._batch.token(sequence, launched, token_id, is_valid=bool(is_valid))
-            return token, sequence.take(token)
-        except Exception as failure:  # an error of one sequence must not fail the batch
-            self._fail(sequence, failure)
-            return None
-
-    def _count(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Count a delivered token, which may end the completion."""
-        if not sequence.request.probe:
-            self._metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
-        if sequence.num_appended == 1:
-            sequence.enter_stage("decode")
-        if reason is not None:
-            self._finish(sequence, reason)
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a completion. Bytes are released before the reader gets the end, unless KV must be returned."""
         self._batch.await_step()
         self._deliver()
-        if not sequence.request.probe:
-            self._memory.observe(sequence.num_tokens)
+        sequence.lengths.append(sequence.num_tokens)
+        in_ranks = [part.prompt_bytes for part in sequence.arrived.values()]
         own_bytes = sum([its.used_bytes(sequence.num_appended) for its in sequence.caches])
         finished = GenerationFinished(
             finish_reason=reason,
             num_tokens=sequence.num_tokens,
             # segments that are packed while tokens are generated count as large in every rank
-            cache_bytes=sequence.prompt_bytes + self._num_ranks * (own_bytes - sequence.own_bytes),
+            cache_bytes=sum(in_ranks) + len(in_ranks) * (own_bytes - sequence.arrived[0].prompt_bytes),
         )
         with sequence.lock:
             request = sequence.request
@@ -463,14 +440,7 @@ class DecodeEngine:
         self._running = []
         self._batch.reset()
         self._share_memory()
-        self._show_batch_size(0)
-
-    def _show_batch_size(self, num_sequences: int) -> None:
-        self._metrics.batch_size.labels(self._model.spec.name).set(num_sequences)
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+        self._batch_size.set(0)
 
 
 def _closed() -> WorkerUnavailable:

@@ -25,7 +25,6 @@ from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
 from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, EndRecord, Manifest, NamedTensor
 from kvferry.shared.wire.sender import BlockSender
@@ -345,7 +344,6 @@ class HistoryReturner:
         spec: ModelSpec,
         parts: Parts,
         sender: BlockSender,
-        metrics: DecodeMetrics,
         *,
         num_threads: int,
         timeout_s: float,
@@ -355,7 +353,6 @@ class HistoryReturner:
         self._retained = retained
         self._spec = spec
         self._sender = sender
-        self._metrics = metrics
         self._timeout_s = timeout_s
         self._num_threads = num_threads
         self._lock = threading.Lock()
@@ -445,6 +442,5 @@ class HistoryReturner:
             outgoing.wait(self._timeout_s)
         finally:
             outgoing.abort("the return failed")  # no effect once acknowledged
-        if not sequence.request.probe:
-            sent_bytes = outgoing.bytes_by_kind["rows"] + outgoing.bytes_by_kind["state"]
-            self._metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
+        sent_bytes = outgoing.bytes_by_kind["rows"] + outgoing.bytes_by_kind["state"]
+        sequence.metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)

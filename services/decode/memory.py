@@ -292,6 +292,8 @@ class SequenceMemory:
     while no step is in flight: moving a sequence changes the addresses that a step was placed with.
 
     Args: on_swapped_out: called once for each sequence that has to wait on the host.
+
+    Attributes: lengths: of the last answers, in tokens.
     """
 
     def __init__(
@@ -306,13 +308,13 @@ class SequenceMemory:
         self._arena = arena
         self._scheduler = scheduler
         self._on_swapped_out = on_swapped_out
-        self._lengths: deque[int] = deque(maxlen=_OBSERVED_ANSWERS)
+        self.lengths: deque[int] = deque(maxlen=_OBSERVED_ANSWERS)
         self._pause = contextlib.ExitStack()
         self._is_paused = False
 
     def first_room(self, max_new_tokens: int) -> int:
         """Tokens to reserve room for: the mean of the last answers, within GROWTH_TOKENS and the limit."""
-        lengths = tuple(self._lengths)
+        lengths = tuple(self.lengths)
         expected = sum(lengths) // len(lengths) if lengths else 0
         return min(max_new_tokens, max(expected, GROWTH_TOKENS))
 
@@ -337,10 +339,6 @@ class SequenceMemory:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return replace(resolved, max_new_tokens=low)
 
-    def observe(self, num_tokens: int) -> None:
-        """Count an answer's length."""
-        self._lengths.append(num_tokens)
-
     def make_room(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Bring a sequence to the arena, with room for its next row, at the cost of younger ones.
 
@@ -364,10 +362,10 @@ class SequenceMemory:
             self._is_paused = False
             self._pause.close()
 
-    def wants_compaction(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the first waiting request has enough free bytes but no range, and moving may help."""
+    def wants_compaction(self, sequences: Callable[[], Iterable[Sequence]]) -> bool:
+        """Whether the first waiting request has enough free bytes but no range, and moving these may help."""
         return 0 < self._scheduler.wanted_bytes <= self._arena.free_bytes and any(
-            self._arena.can_be_lower(sequence.allocation) for sequence in sequences
+            self._arena.can_be_lower(sequence.allocation) for sequence in sequences()
         )
 
     def compact_for_queue(self, sequences: Iterable[Sequence]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import Region
 from kvferry.services.decode.receiver import Expected, PartArrived, PartReceiver, SequencePart
 from kvferry.shared.cache.arena import Allocation, SequenceLayout, align
-from kvferry.shared.cache.delta import PinnedRows, RetainedChain, RetainedRows, RowNumbers
+from kvferry.shared.cache.delta import PinnedRows, Positions, RetainedChain, RetainedRows, RowNumbers
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.presets import preset
@@ -299,8 +299,8 @@ class Parts:
 
         return joined
 
-    def together(self, arrived: Mapping[int, PartArrived]) -> PartArrived:
-        """What is known of a sequence of all heads. Args: arrived: by rank.
+    def positions(self, arrived: Mapping[int, PartArrived]) -> tuple[Positions | None, ...]:
+        """Put together the positions of all heads' rows. Args: arrived: by rank.
 
         Raises: ProtocolMismatch: prefill measured other rows for some heads than for others.
         """
@@ -313,11 +313,7 @@ class Parts:
                     reason="manifest_layer_rows",
                 )
         of_ranks = zip(own.positions, *[part.positions for part in others], strict=True)
-        return replace(
-            own,
-            prompt_bytes=own.prompt_bytes + sum([part.prompt_bytes for part in others]),
-            positions=tuple([None if layer[0] is None else np.concatenate(layer) for layer in of_ranks]),
-        )
+        return tuple([None if layer[0] is None else np.concatenate(layer) for layer in of_ranks])
 
     def drop(self, *, sequence: int | None = None, retained: int | None = None) -> None:
         """Forget a sequence that has ended, or rows that are not retained any more."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import enum
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -126,8 +127,8 @@ class Sequence:
         arrival: grows from sequence to sequence in the order in which the engine received them.
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
-        prompt_bytes: of the prompt's cache in all ranks; own_bytes: in rank 0.
         arrived: the parts of which all blocks are there, by rank.
+        metrics, lengths: where its tokens and bytes, and its answer's length are counted.
         first_token: came with the last of rank 0's; its transfer began at `began_s`.
         num_without_retained: ranks whose transfer has begun and leaves out no retained rows.
         written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
@@ -149,6 +150,8 @@ class Sequence:
     stop_token_ids: frozenset[int]
     release: Callable[[Allocation], None]
     forget: Callable[[Sequence], None]
+    metrics: DecodeMetrics
+    lengths: deque[int]
     lock: threading.RLock = field(default_factory=threading.RLock)
     state: SequenceState = SequenceState.RESERVED
     cancelled: bool = False
@@ -160,8 +163,6 @@ class Sequence:
     positions: tuple[Positions | None, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
-    prompt_bytes: int = 0
-    own_bytes: int = 0
     arrived: dict[int, PartArrived] = field(default_factory=dict)
     first_token: SampledToken | None = None
     began_s: float = 0.0
@@ -390,12 +391,10 @@ class Reservations:
                 if rank == 0:
                     sequence.first_token = checked_first_token(first_token, request, self._parts.spec)
                     sequence.written = written_so_far(self._arena.device)
-                    sequence.own_bytes = part.prompt_bytes
                 sequence.arrived[rank] = part
                 if len(sequence.arrived) < self._parts.num_ranks:
                     return
-                whole = self._parts.together(sequence.arrived)
-                sequence.prompt_bytes, sequence.positions = whole.prompt_bytes, whole.positions
+                sequence.positions = self._parts.positions(sequence.arrived)
             except KvferryError as error:
                 self._metrics.receive_failed.labels(error.reason).inc()
                 sequence.close(error)

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -110,7 +111,7 @@ class DecodeService:
         self._kernel_paths = ShownPaths("decode", model.device)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
-        self._metrics = metrics
+        self._metrics, self._probe_metrics = metrics, DecodeMetrics()
         self._instance_id = secrets.token_hex(8)
         self._closed = False
         self._drain = Drain(partial(WorkerUnavailable.draining, "decode"))
@@ -146,7 +147,6 @@ class DecodeService:
             self._spec,
             self._parts,
             sender,
-            metrics,
             num_threads=config.history_threads,
             timeout_s=config.history_timeout_s,
             retained=self._retained,
@@ -325,6 +325,9 @@ class DecodeService:
         self, request: GenerateRequest, timeout_s: float, shared: SharedPrompt | None
     ) -> tuple[Sequence, float]:
         """Reserve memory. Everything that can fail runs before the bytes are reserved."""
+        metrics, lengths = self._metrics, self._memory.lengths
+        if request.probe:  # a readiness turn is counted where nobody looks
+            metrics, lengths = self._probe_metrics, deque(maxlen=1)
         room = self._memory.first_room(request.sampling.max_tokens)
         if shared is not None:
             room = max(room, shared.room)
@@ -369,8 +372,7 @@ class DecodeService:
                     smaller=tuple(sizes_bytes[1:]),
                 )
         except (CapacityExceeded, InvalidRequest) as error:
-            if not request.probe:
-                self._metrics.admission_rejected.labels(error.reason).inc()
+            metrics.admission_rejected.labels(error.reason).inc()
             raise
         chosen = next(i for i, size in enumerate(sizes_bytes) if size <= allocation.size_bytes)
         layout = layouts[chosen]
@@ -403,6 +405,8 @@ class DecodeService:
             stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
             release=self._scheduler.release,
             forget=self._forget,
+            metrics=metrics,
+            lengths=lengths,
         )
         self._reservations.add(sequence)
         return sequence, lease_s

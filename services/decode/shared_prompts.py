@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.receiver import PartArrived
 from kvferry.services.decode.sequence import Sequence
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import GenerateRequest
@@ -25,7 +26,7 @@ class SharedPrompt:
 
     Attributes:
         request: which brought it.
-        name, resolved, plan, room, prompt_bytes, own_bytes: as of its `Sequence`.
+        name, resolved, plan, room, arrived: as of its `Sequence`.
     """
 
     request: GenerateRequest
@@ -33,8 +34,7 @@ class SharedPrompt:
     resolved: ResolvedPlan
     plan: ResolvedPlan
     room: int
-    prompt_bytes: int
-    own_bytes: int
+    arrived: dict[int, PartArrived]
 
 
 @dataclass(kw_only=True)
@@ -72,8 +72,7 @@ class SharedPrompts:
             resolved=sequence.resolved,
             plan=sequence.plan,
             room=sequence.room,
-            prompt_bytes=sequence.prompt_bytes,
-            own_bytes=sequence.own_bytes,
+            arrived=sequence.arrived,
         )
         self._parts.call("share", sequence.name)
         weakref.finalize(prompt, self._parts.drop_prompt, sequence.name).atexit = False
@@ -107,8 +106,7 @@ class SharedPrompts:
 
     def copy(self, prompt: SharedPrompt, sequence: Sequence) -> None:
         """Copy a prompt to the memory of a sequence that has begun; the caller has locked it."""
-        sequence.plan = prompt.plan
-        sequence.prompt_bytes, sequence.own_bytes = prompt.prompt_bytes, prompt.own_bytes
+        sequence.plan, sequence.arrived = prompt.plan, prompt.arrived
         self._parts.call("copy", prompt.name, sequence.name)
 
     def forget(self, request_id: str) -> None:

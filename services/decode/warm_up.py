@@ -60,7 +60,7 @@ def warm_up_steps(
     max_batch_size: int,
     progress: Progress,
 ) -> None:
-    """Launch the steps. Args: lanes: of a `Batch` in which no sequence is placed; none is afterwards."""
+    """Launch the steps. Args: lanes: of a `Batch`, in which no sequence is placed; none is afterwards."""
     seen: set[Hashable] = set()
     begin_s, sizes = time.monotonic(), batch_sizes(max_batch_size)
     for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
@@ -82,9 +82,9 @@ def warm_up_steps(
     _log.info(
         "warmed up",
         kinds=len(seen),
-        captures=sum(runner.captures.number for runner in lanes),
+        captures=lanes[0].captures.number,
         seconds=round(time.monotonic() - begin_s, 2),
-        captures_s=round(sum(runner.captures.seconds for runner in lanes), 2),
+        captures_s=round(lanes[0].captures.seconds, 2),
     )
 
 
