@@ -22,6 +22,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.quarantine import quarantined
 from kvferry.services.decode.attention import BatchAttention
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.shadow import ShadowStep
@@ -237,9 +238,7 @@ class LaunchedBatch:
 class Batch:
     """Gives running sequences slots, and launches their steps.
 
-    Args:
-        shadow_check: every so many steps one sequence's logits are compared with the torch path's; 0: never.
-        parts: the worker's ranks, which run the same steps.
+    Args: parts: the worker's ranks, which run the same steps.
 
     Attributes:
         lanes: one or two; see above.
@@ -251,22 +250,20 @@ class Batch:
         model: LanguageModel,
         device: StepDevice,
         metrics: DecodeMetrics,
-        *,
-        max_batch_size: int,
-        shadow_check: int,
+        config: DecodeConfig,
         parts: Parts,
     ) -> None:
         self._model = model
         self._device = device
         self._metrics = metrics
-        self._shadow_check = shadow_check
+        self._shadow_check = config.shadow_check
         self._can_repeat = parts.num_ranks == 1  # each of several has a part of a sequence
         self._captures = Captures()
         self.lanes = [
             StepRunner(
                 model,
                 device,
-                max_batch_size=max_batch_size,
+                max_batch_size=config.max_batch_size,
                 warn=_warn_of_capture,
                 spec=parts.spec,
                 tell_others=parts.tell_others,

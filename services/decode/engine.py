@@ -20,6 +20,7 @@ import torch
 
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.batch import Batch, LaunchedBatch, StepRunner
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.parts import Parts
@@ -62,8 +63,6 @@ class DecodeEngine:
         on_finished: takes a sequence whose completion has ended and whose KV is to be returned to prefill or
             retained (RETURNING).
         warm_up: what the thread runs before it takes sequences, with the batch's lanes.
-        shadow_check: see `Batch`.
-        num_threads: CPU threads of torch in the engine's thread; 0: those of the process.
         on_device_lost: called once if the device no longer works; all sequences have been closed.
         parts: the worker's ranks, which run the same steps.
     """
@@ -72,32 +71,23 @@ class DecodeEngine:
         self,
         model: LanguageModel,
         metrics: DecodeMetrics,
+        config: DecodeConfig,
         *,
-        max_batch_size: int,
         clock: Callable[[], float],
+        parts: Parts,
         memory: SequenceMemory,
         on_finished: Callable[[Sequence], None],
-        warm_up: Callable[[list[StepRunner]], None] | None = None,
-        shadow_check: int = 0,
-        num_threads: int = 0,
-        on_device_lost: Callable[[Exception], None] = lambda error: None,
-        parts: Parts,
+        warm_up: Callable[[list[StepRunner]], None] | None,
+        on_device_lost: Callable[[Exception], None],
     ) -> None:
         self._model = model
         self._warm_up = warm_up
         self._on_device_lost = on_device_lost
-        self._num_threads = num_threads
-        self._batch = Batch(
-            model,
-            step_device(model),
-            metrics,
-            max_batch_size=max_batch_size,
-            shadow_check=shadow_check,
-            parts=parts,
-        )
+        self._config = config
+        self._max_batch_size = config.max_batch_size
+        self._batch = Batch(model, step_device(model), metrics, config, parts)
         self._metrics = metrics
         self._batch_size = metrics.batch_size.labels(model.spec.name)
-        self._max_batch_size = max_batch_size
         self._clock = clock
         self._memory = memory
         self._on_finished = on_finished
@@ -162,8 +152,8 @@ class DecodeEngine:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        if self._num_threads:
-            torch.set_num_threads(self._num_threads)
+        if self._config.threads and self._config.tensor_parallel == 1:
+            torch.set_num_threads(self._config.threads)
         try:
             if self._warm_up is not None:
                 try:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.parts import Parts, RetainedPart, retained_layout
 from kvferry.services.decode.sequence import Pinned, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
@@ -333,10 +334,7 @@ class HistoryReturner:
     occupies its arena bytes. If a return fails, the next turn prefills these tokens again; the client does
     not see an error.
 
-    Args:
-        num_threads: for each prefill worker.
-        timeout_s: limit on each wait for room in the send buffer, and on the wait for the acknowledgement.
-        retained: takes over a sequence's bytes if its session's next turn can reuse them.
+    Args: retained: takes over a sequence's bytes if its session's next turn can reuse them.
     """
 
     def __init__(
@@ -344,17 +342,16 @@ class HistoryReturner:
         spec: ModelSpec,
         parts: Parts,
         sender: BlockSender,
-        *,
-        num_threads: int,
-        timeout_s: float,
         retained: RetainedSelections,
+        config: DecodeConfig,
     ) -> None:
         self._parts = parts
         self._retained = retained
         self._spec = spec
         self._sender = sender
-        self._timeout_s = timeout_s
-        self._num_threads = num_threads
+        self._num_threads = config.history_threads
+        self._timeout_s = config.history_timeout_s
+        """Limit on each wait for room in the send buffer, and on the wait for the acknowledgement."""
         self._lock = threading.Lock()
         self._pools: OrderedDict[str, ThreadPoolExecutor] = OrderedDict()
         """By the prefill worker's endpoint, the least recently used first."""
@@ -378,11 +375,13 @@ class HistoryReturner:
             pool.submit(self._return, sequence, manifest)
 
     def close(self) -> None:
-        """End the threads. Drops returns that have not begun. Cancel all sequences first. Idempotent."""
+        """End the threads and the sender. Drops returns that have not begun. Cancel all sequences first.
+        Idempotent."""
         with self._lock:
             pools = list(self._pools.values())
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
+        self._sender.close()
 
     def _return(self, sequence: Sequence, manifest: Manifest) -> None:
         num_tokens = 0

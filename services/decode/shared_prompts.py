@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import PartArrived
 from kvferry.services.decode.sequence import Sequence
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -80,15 +80,19 @@ class SharedPrompts:
         with self._lock:
             self.entries[request.request_id] = entry
 
-    def take(self, request: GenerateRequest, of: str) -> SharedPrompt:
-        """The prompt for a request that shares it. Args: of: the request that brought it.
+    def take(self, request: GenerateRequest) -> SharedPrompt | None:
+        """The prompt for a request that shares one; None for the others.
 
         Raises:
+            TransferFailed: the request's first token cannot be one.
             LeaseExpired: it is not stored (`unknown_prompt`): it has not arrived, as many have taken it as
                 were announced, or its lease has ended.
             InvalidRequest: the request has another prompt, plan or `max_tokens`, or returns its KV.
         """
-        stores = request.store_history or request.session is not None
+        if request.shares is None:
+            return None
+        checked_first_token(request.shares.first_token, request, self._parts.spec)
+        of, stores = request.shares.request_id, request.store_history or request.session is not None
         with self._lock:
             entry = self.entries.get(of)
             if entry is None:

@@ -10,24 +10,34 @@ for. See `shared/device/warm_up.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import structlog
 import torch
+from prometheus_client import Gauge
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.hsa.batch import EMPTY_HEAD, HsaScratch, SparseRows, SparseSize
 from kvferry.kernels.quarantine import attempt, is_lost
 from kvferry.services.decode.batch import StepRunner, lane_of
+from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.device.self_test import model_shapes
-from kvferry.shared.device.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
+from kvferry.shared.device.warm_up import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Progress,
+    WarmPrompt,
+    needs_warm_up,
+    shown_progress,
+    warm_prompts,
+)
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
@@ -44,6 +54,26 @@ SAMPLING = (
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_p=0.9, top_k=20),
 )
 """Greedy; drawn; drawn from a part of the vocabulary, by its share and by how many tokens it has."""
+
+
+def decode_warm_up(
+    config: DecodeConfig, model: LanguageModel, arena: ByteArena, shown: Gauge
+) -> Callable[[Sequence[StepRunner]], None] | None:
+    """What is to be run before the worker takes sequences, given its lanes; None if there is nothing.
+
+    Args: shown: how much of it is done.
+    """
+    needed = config.warm_up and model.num_ranks == 1 and needs_warm_up("decode", model)
+    shown.set(not needed)
+    if not needed:
+        return None
+    return partial(
+        warm_up_steps,
+        model,
+        arena=arena,
+        max_batch_size=config.max_batch_size,
+        progress=shown_progress(shown),
+    )
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
