@@ -64,7 +64,6 @@ class CacheWriter:
         self._copier = copier
         self._pinned = pinned
         self._caches: list[LayerCache] = []
-        self._num_layers = 0
         self._regions: Mapping[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         self._pieces: list[Tensor] = []
@@ -77,7 +76,7 @@ class CacheWriter:
             TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
                 format.
         """
-        layer = self._num_layers
+        layer = len(self._caches)
         if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
             raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
         specs = {
@@ -86,7 +85,10 @@ class CacheWriter:
         try:
             place = self._layout.layers[layer]
             self._regions = place.views(self._buffer)
-            self._receiving = self._format(layer)
+            self._receiving = place.format
+            if (pinned := self._pinned) is not None:
+                rows = [layers[layer] for layers in pinned.layers]
+                self._receiving = DeltaLayer(place.format, layer, pinned.chain, rows)
             self._tensors = self._receiving.receive(specs, self._regions)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
@@ -114,9 +116,9 @@ class CacheWriter:
 
         Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
         """
-        if self._num_layers != len(self._layout.layers):
+        if len(self._caches) != len(self._layout.layers):
             raise TransferFailed(
-                f"layer {self._num_layers} is incomplete: {self._missing_bytes} bytes are missing",
+                f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
                 reason="incomplete",
             )
         for layer, cache in enumerate(self._caches):
@@ -131,22 +133,14 @@ class CacheWriter:
     def _open_when_complete(self) -> None:
         if self._missing_bytes:
             return
-        layer = self._num_layers
+        layer = len(self._caches)
         try:
             cache = self._receiving.open(self._regions, self._tensors)
             self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         self._caches.append(cache)
-        self._num_layers += 1
         self._tensors, self._pieces = {}, []
-
-    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        """What receives the layer that has begun."""
-        fmt = self._layout.layers[layer].format
-        if self._pinned is None:
-            return fmt
-        return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
