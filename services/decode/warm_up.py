@@ -10,8 +10,8 @@ for. See `shared/device/warm_up.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import structlog
@@ -95,7 +95,27 @@ def warm_up_steps(
     begin_s, sizes = time.monotonic(), batch_sizes(max_batch_size)
     for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
         try:
-            _warm_up_prompt(model, lanes, arena, prompt, sizes, seen)
+            with _placed(model, arena, prompt) as caches:
+                kinds = tuple(map(_kind, caches))
+                if kinds in seen:
+                    continue
+                runner = lanes[lane_of(caches, 0) % len(lanes)]
+                in_torch = not seen  # the first kind has every step, for the kernels beside attention
+                seen.add(kinds)
+                for params in SAMPLING:
+                    given = StepInput(
+                        caches=caches,
+                        num_appended=0,
+                        token_id=0,
+                        position=prompt.resolved.num_prompt_tokens,
+                        num_left=NEW_TOKENS - 1,
+                        stop_ids=frozenset(model.spec.eos_token_ids),
+                        sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
+                    )
+                    if not _warm_up_sizes(runner, given, sizes, in_torch=in_torch):
+                        break
+                if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
+                    _warm_up_selection(model)
         except (CapacityExceeded, InvalidRequest):
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
@@ -118,39 +138,15 @@ def warm_up_steps(
     )
 
 
-def _warm_up_prompt(
-    model: LanguageModel,
-    lanes: Sequence[StepRunner],
-    arena: ByteArena,
-    prompt: WarmPrompt,
-    sizes: Sequence[int],
-    seen: set[Hashable],
-) -> None:
+@contextmanager
+def _placed(model: LanguageModel, arena: ByteArena, prompt: WarmPrompt) -> Iterator[tuple[LayerCache, ...]]:
+    """A prompt's layers in the arena."""
     layout = sequence_layout(make_formats(model.spec, prompt.resolved))
     allocation = arena.reserve(layout.size_bytes, owner=_OWNER, state="running")
     try:
         buffer = arena.buffer(allocation)
         layers = zip(layout.layers, prompt.tensors, strict=True)
-        caches = tuple(layer.place(buffer, tensors) for layer, tensors in layers)
-        kinds = tuple(map(_kind, caches))
-        if kinds in seen:
-            return
-        # the first kind has every step, for the kernels beside attention
-        steps = partial(
-            _warm_up_shapes,
-            model,
-            lanes[lane_of(caches, 0) % len(lanes)],
-            caches,
-            num_tokens=prompt.resolved.num_prompt_tokens,
-            sizes=sizes,
-            in_torch=not seen,
-        )
-        seen.add(kinds)
-        for params in SAMPLING:
-            if not steps(params=params):
-                break
-        if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
-            _warm_up_selection(model)
+        yield tuple(layer.place(buffer, tensors) for layer, tensors in layers)
     finally:
         arena.free(allocation)
 
@@ -163,16 +159,7 @@ def _kind(cache: LayerCache) -> Hashable:
     return type(rows), SparseSize.of(rows) if isinstance(rows, SparseRows) else None
 
 
-def _warm_up_shapes(
-    model: LanguageModel,
-    runner: StepRunner,
-    caches: tuple[LayerCache, ...],
-    *,
-    params: SamplingParams,
-    num_tokens: int,
-    sizes: Sequence[int],
-    in_torch: bool,
-) -> bool:
+def _warm_up_sizes(runner: StepRunner, given: StepInput, sizes: list[int], *, in_torch: bool) -> bool:
     """Take a step at each size. All sequences have the same memory; what they write there does not matter.
 
     Args: in_torch: False: end with the first step in which batched kernels do not attend to all rows.
@@ -182,15 +169,6 @@ def _warm_up_shapes(
     try:
         for size in sizes:
             while len(slots) < size:
-                given = StepInput(
-                    caches=caches,
-                    num_appended=0,
-                    token_id=0,
-                    position=num_tokens,
-                    num_left=NEW_TOKENS - 1,
-                    stop_ids=frozenset(model.spec.eos_token_ids),
-                    sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
-                )
                 slots.append(runner.join(given))
             runner.launch().wait(_STEP_TIMEOUT_S)
             if not in_torch and not runner.rows_are_launched:
