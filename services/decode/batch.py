@@ -26,14 +26,7 @@ from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.shadow import ShadowStep
-from kvferry.services.decode.step import (
-    MAX_STEPS,
-    BatchSlots,
-    DecodeStep,
-    LaunchedStep,
-    StepDevice,
-    StepInput,
-)
+from kvferry.services.decode.step import BatchSlots, DecodeStep, LaunchedStep, StepDevice, StepInput
 from kvferry.shared.cache.arena import Allocation
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.errors import WorkerUnavailable
@@ -43,6 +36,11 @@ from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 
 _log = structlog.get_logger(__name__)
+MAX_STEPS = 256
+"""Limit on cached steps, each with one graph at most. A graph has about 450 kernels, for each of which the
+driver takes about 10 KB beside torch's allocator (NVIDIA says so of CUDA 12; not measured here): 1.2 GB for
+all. The default warm-up captures 96, so load has room for 26 mixes of methods at six batch sizes. Scratch
+memory is small beside the KV of the sequences that it is for, and goes with the last step that uses it."""
 _STEP_TIMEOUT_S = 60.0
 
 
@@ -338,8 +336,8 @@ class Batch:
         """
         lane, slot, _ = launched.places[sequence]
         step = launched.steps[lane]
-        if (error := step.error(slot)) is not None:
-            raise error
+        if slot in step.errors:
+            raise step.errors[slot]
         if not is_valid and (refusal := sequence.sampler.refusal()).reason != "invalid_logits":
             raise refusal  # the grammar's doing, and no kernel's
         if not is_valid or launched.shadowed is sequence:
@@ -353,7 +351,8 @@ class Batch:
                 return token
         if not is_valid:
             raise sequence.sampler.refusal()
-        return sequence.sampler.accept(token_id, step.logits(slot))
+        logits = None if step.host_logits is None else step.host_logits[slot]
+        return sequence.sampler.accept(token_id, logits)
 
     def reset(self) -> None:
         """Forget all sequences and steps, whatever state a failure has left them in."""

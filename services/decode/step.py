@@ -29,11 +29,6 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
-MAX_STEPS = 256
-"""Limit on cached steps, each with one graph at most. A graph has about 450 kernels, for each of which the
-driver takes about 10 KB beside torch's allocator (NVIDIA says so of CUDA 12; not measured here): 1.2 GB for
-all. The default warm-up captures 96, so load has room for 26 mixes of methods at six batch sizes. Scratch
-memory is small beside the KV of the sequences that it is for, and goes with the last step that uses it."""
 EAGER_STEPS = 4
 """A step that has no graph runs eagerly so often while sequences wait to join, which will change the batch's
 shape again. Four eager steps lose about as much time as a capture takes (by estimate: 20 ms each, and 80 ms),
@@ -343,7 +338,7 @@ class LaunchedStep:
     Attributes:
         host_drawn: int64 `[3, S]` on the host, as `DecodeStep.drawn`.
         host_logits: float32 `[S, V]` on the host, or None if no sequence needs them.
-        errors: of slots whose attention failed; only an eager step has any.
+        errors: why a slot's attention failed; only an eager step has any.
     """
 
     host_drawn: Tensor
@@ -355,14 +350,6 @@ class LaunchedStep:
     def drawn(self) -> dict[int, list[int]]:
         """By slot: the token, whether one could be drawn, and whether the slot was active."""
         return dict(enumerate(self.host_drawn.T.tolist()))
-
-    def logits(self, slot: int) -> Tensor | None:
-        """float32 `[V]`; None if no sequence needs logits."""
-        return None if self.host_logits is None else self.host_logits[slot]
-
-    def error(self, slot: int) -> Exception | None:
-        """Why the slot's attention failed."""
-        return self.errors.get(slot)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the device has finished the step. Raises: KvferryError: timeout_s has passed."""
