@@ -166,14 +166,12 @@ class RetainedSelections:
                 layers=sequence.positions,
             )
             allocation = sequence.hand_over_bytes()
-            self._parts.call_by_heads(
-                "retain", lambda first, number: (rows.transfer_id, rows.of_heads(first, number))
-            )
+            self._parts.call("retain", sequence.name, rows)
             selection = RetainedSelection(
                 session=session,
                 retained=rows,
                 token_ids=np.asarray(token_ids, np.int64),
-                part=self._parts.own.retained(rows.transfer_id),
+                part=self._parts.own.retained(sequence.name),
                 allocation=allocation,
             )
         self._arena.advance(selection.allocation, "retained")
@@ -282,11 +280,6 @@ class RetainedSelections:
     def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
         """Returns: False if that has to wait, because the selection is pinned or memory is full."""
         left, numbers = selection.retained.left(newer)
-
-        def of_heads(first: int, number: int) -> tuple[object, ...]:
-            own_numbers = [its[first : first + number] for its in numbers]
-            return selection.name, selection.allocation, left.of_heads(first, number), own_numbers
-
         num_own = self._parts.spec.num_kv_heads
         _, size_bytes = retained_layout(selection.part.rows, [its[:num_own] for its in numbers])
         if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
@@ -302,7 +295,7 @@ class RetainedSelections:
             except CapacityExceeded:
                 return False
             selection.retained = left
-            self._parts.call_by_heads("shrink", of_heads)
+            self._parts.call("shrink", selection.name, selection.allocation, left, numbers)
         self._release(former)
         return True
 

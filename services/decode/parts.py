@@ -40,7 +40,6 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.worker import RankTransport
@@ -84,6 +83,7 @@ class Part:
     def __init__(self, memory: Tensor, receiver: PartReceiver) -> None:
         self._memory = memory
         self.receiver = receiver
+        self._heads = receiver.first_head, receiver.spec.num_kv_heads
         self._sequences: dict[int, SequencePart] = {}
         self._retained: dict[int, RetainedPart] = {}
         self._prompts: dict[int, tuple[LayerCache, ...]] = {}
@@ -137,12 +137,12 @@ class Part:
         part.caches = _copied(self._prompts[prompt], part.layout, part.buffer)
 
     def retain(self, name: int, rows: RetainedRows) -> None:
-        """Keep the rows of a sequence that has ended, under its name. Args: rows: of the rank's heads."""
+        """Keep the rows of a sequence that has ended, under its name. Args: rows: of all heads."""
         part = self.arrived(name)
         tensors = [
             tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in part.caches
         ]
-        self._retained[name] = RetainedPart(retained=rows, rows=tuple(tensors))
+        self._retained[name] = RetainedPart(retained=rows.of_heads(*self._heads), rows=tuple(tensors))
         self.drop(sequences=(name,))
 
     def shrink(
@@ -150,12 +150,13 @@ class Part:
     ) -> None:
         """Copy some of the retained rows to other memory.
 
-        Args: rows: what is left; numbers: of the rows that are copied, of each layer; of the rank's heads.
+        Args: rows: what is left; numbers: of the rows that are copied, of each layer; both of all heads.
         """
-        part = self._retained[name]
-        regions, _ = retained_layout(part.rows, numbers)
-        part.rows = _copied_rows(part.rows, regions, self._range(allocation), numbers)
-        part.retained = rows
+        part, (first, number) = self._retained[name], self._heads
+        own_numbers = [its[first : first + number] for its in numbers]
+        regions, _ = retained_layout(part.rows, own_numbers)
+        part.rows = _copied_rows(part.rows, regions, self._range(allocation), own_numbers)
+        part.retained = rows.of_heads(first, number)
 
     def returned(self, name: int, num_appended: int) -> list[Tensors]:
         """What `LayerCache.returned` gives of each layer, on the host."""
@@ -265,15 +266,6 @@ class Parts:
         """
         self.tell_others(name, *args)
         return getattr(self.own, name)(*args)
-
-    def call_by_heads(self, name: str, args: Callable[[int, int], tuple[Any, ...]]) -> None:
-        """As `call`. Args: args: a rank's arguments, given its first head and the number of its heads."""
-        number = self.spec.num_kv_heads
-        own, *others = [args(rank * number, number) for rank in range(self.num_ranks)]
-        if self._lead is not None:
-            self._flush()
-            self._lead.commands([Call(name=name, args=its) for its in others])
-        getattr(self.own, name)(*own)
 
     def tell_others(self, name: str, *args: Any) -> None:
         """Call a method in the other ranks; also those of `DecodeRank` that place sequences in slots."""

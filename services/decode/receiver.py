@@ -229,9 +229,11 @@ class PartReceiver:
             └──unknown──► the leading rank is asked ──its reservation has ended, or there is none──► refused
                                   └──awaited──► waits until this rank has been told of it ──► opened
 
-    Args:
+    Attributes:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
+
+    Args:
         note: given the name and arguments of what happens, as of `Reservations`; called without locks.
         ask: whether a reservation with this key waits for its blocks. Raises: TimeoutError: no answer.
     """
@@ -245,8 +247,8 @@ class PartReceiver:
         note: Callable[..., None],
         ask: Callable[..., bool],
     ) -> None:
-        self._spec = spec
-        self._first_head = first_head
+        self.spec = spec
+        self.first_head = first_head
         self._note = note
         self._ask = ask
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
@@ -256,7 +258,7 @@ class PartReceiver:
 
     def expect(self, part: SequencePart) -> None:
         """Let a part's blocks come. Nothing else uses its range."""
-        part.wire_key = part_key(part.key, self._first_head)
+        part.wire_key = part_key(part.key, self.first_head)
         with self._told:
             self._expected[part.wire_key] = part
             self._told.notify_all()
@@ -354,12 +356,12 @@ class PartReceiver:
         """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
         expected, pinned = part.expected, part.pinned
         assert expected is not None, "copies of a shared prompt are not awaited"
-        check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self._spec)
+        check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self.spec)
         plan = measured_plan(manifest, expected.resolved)
         if plan is not expected.resolved:  # the reserved bytes suffice for any division
             with_room = replace(plan, max_new_tokens=expected.room)
             stores = expected.returns_generated
-            part.layout = sequence_layout(make_formats(self._spec, with_room, returns_generated=stores))
+            part.layout = sequence_layout(make_formats(self.spec, with_room, returns_generated=stores))
             assert part.layout.size_bytes <= len(part.buffer), (part.layout.size_bytes, len(part.buffer))
         if pinned is not None and manifest.retained_transfer_id:
             part.pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
@@ -375,7 +377,7 @@ class PartReceiver:
         part = self._expected.get(key)
         if part is not None:
             return part
-        reservation = part_key(key, -self._first_head)
+        reservation = part_key(key, -self.first_head)
         deadline_s = time.monotonic() + _EXPECT_TIMEOUT_S
         while part is None and time.monotonic() < deadline_s and self._is_awaited(reservation):
             with self._told:

@@ -19,7 +19,7 @@ from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class SharedPrompt:
     """A prompt whose KV every rank has in host memory, as of its `Sequence` before its first step. They drop
     it with this object.
@@ -27,6 +27,7 @@ class SharedPrompt:
     Attributes:
         request: which brought it.
         name, resolved, plan, room, arrived: as of its `Sequence`.
+        num_left: siblings that have yet to take it, until `until_s`.
     """
 
     request: GenerateRequest
@@ -35,11 +36,6 @@ class SharedPrompt:
     plan: ResolvedPlan
     room: int
     arrived: dict[int, PartArrived]
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    prompt: SharedPrompt
     num_left: int
     until_s: float
 
@@ -61,7 +57,7 @@ class SharedPrompts:
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        self.entries: dict[str, _Entry] = {}
+        self.entries: dict[str, SharedPrompt] = {}
 
     def put(self, sequence: Sequence) -> None:
         """Store a copy of the sequence's prompt for its siblings, before its first step."""
@@ -73,12 +69,13 @@ class SharedPrompts:
             plan=sequence.plan,
             room=sequence.room,
             arrived=sequence.arrived,
+            num_left=request.num_siblings,
+            until_s=self._clock() + self._lease_s,
         )
         self._parts.call("share", sequence.name)
         weakref.finalize(prompt, self._parts.drop_prompt, sequence.name).atexit = False
-        entry = _Entry(prompt=prompt, num_left=request.num_siblings, until_s=self._clock() + self._lease_s)
         with self._lock:
-            self.entries[request.request_id] = entry
+            self.entries[request.request_id] = prompt
 
     def take(self, request: GenerateRequest) -> SharedPrompt | None:
         """The prompt for a request that shares one; None for the others.
@@ -94,19 +91,19 @@ class SharedPrompts:
         checked_first_token(request.shares.first_token, request, self._parts.spec)
         of, stores = request.shares.request_id, request.store_history or request.session is not None
         with self._lock:
-            entry = self.entries.get(of)
-            if entry is None:
+            prompt = self.entries.get(of)
+            if prompt is None:
                 message = f"no prompt of request {of!r} is stored here to share"
                 raise LeaseExpired(message, reason="unknown_prompt")
-            if stores or _shared(request) != _shared(entry.prompt.request):
+            if stores or _shared(request) != _shared(prompt.request):
                 raise InvalidRequest(
                     f"request {request.request_id!r} cannot share the prompt of {of!r}: it must have the "
                     "same prompt, plan and max_tokens, and neither a session nor history"
                 )
-            entry.num_left -= 1
-            if entry.num_left == 0:
+            prompt.num_left -= 1
+            if prompt.num_left == 0:
                 del self.entries[of]
-        return entry.prompt
+        return prompt
 
     def copy(self, prompt: SharedPrompt, sequence: Sequence) -> None:
         """Copy a prompt to the memory of a sequence that has begun; the caller has locked it."""
@@ -122,7 +119,7 @@ class SharedPrompts:
         """Forget the prompts whose lease has ended."""
         now_s = self._clock()
         with self._lock:
-            for of in [of for of, entry in self.entries.items() if entry.until_s <= now_s]:
+            for of in [of for of, its in self.entries.items() if its.until_s <= now_s]:
                 del self.entries[of]
 
     def close(self) -> None:
