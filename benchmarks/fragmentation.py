@@ -234,7 +234,7 @@ class Simulation:
             self.arena.advance(sequence.allocation, "retained")
             self.retained.append((self.step + self.load.between(*RETAINED_STEPS), sequence.hand_over_bytes()))
         sequence.state = SequenceState.CLOSED
-        self.parts.drop(sequence=sequence.name)
+        self.parts.drop_sequence(sequence.name)
         sequence.release_bytes()
 
     def _evict(self, wanted_bytes: int) -> bool:

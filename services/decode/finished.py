@@ -243,7 +243,7 @@ class RetainedSelections:
             selection.listed = False
             if not spare.selections:
                 del self._chains[selection.session]
-        self._parts.drop(retained=selection.name)
+        self._parts.drop_retained(selection.name)
         self._arena.free(selection.allocation)
         return True
 
@@ -314,7 +314,7 @@ class RetainedSelections:
 
     def _free(self, selections: list[RetainedSelection]) -> None:
         for selection in selections:
-            self._parts.drop(retained=selection.name)
+            self._parts.drop_retained(selection.name)
             self._release(selection.allocation)
 
 

@@ -143,7 +143,7 @@ class Part:
             tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in part.caches
         ]
         self._retained[name] = RetainedPart(retained=rows.of_heads(*self._heads), rows=tuple(tensors))
-        self.drop(sequences=(name,))
+        self.drop_sequence(name)
 
     def shrink(
         self, name: int, allocation: Allocation, rows: RetainedRows, numbers: list[RowNumbers]
@@ -155,28 +155,31 @@ class Part:
         part, (first, number) = self._retained[name], self._heads
         own_numbers = [its[first : first + number] for its in numbers]
         regions, _ = retained_layout(part.rows, own_numbers)
-        part.rows = _copied_rows(part.rows, regions, self._range(allocation), own_numbers)
-        part.retained = rows.of_heads(first, number)
+        buffer = self._range(allocation)
+        copied: list[tuple[Tensor, ...]] = []
+        for tensors, places, chosen in zip(part.rows, regions, own_numbers, strict=True):
+            index = torch.from_numpy(chosen)[:, :, None].to(tensors[0].device)
+            targets = tuple([place.view(buffer) for place in places])
+            for source, target in zip(tensors, targets, strict=True):
+                target.copy_(source.gather(1, index.expand(-1, -1, source.shape[-1])))
+            copied.append(targets)
+        part.retained, part.rows = rows.of_heads(first, number), tuple(copied)
 
     def returned(self, name: int, num_appended: int) -> list[Tensors]:
         """What `LayerCache.returned` gives of each layer, on the host."""
         return [cache.returned(num_appended) for cache in self.arrived(name).caches]
 
-    def drop(
-        self,
-        sequences: tuple[int, ...] = (),
-        retained: tuple[int, ...] = (),
-        prompts: tuple[int, ...] = (),
-    ) -> None:
-        """Forget what has these names. Those that are unknown are ignored."""
-        for name in sequences:
-            if (part := self._sequences.pop(name, None)) is not None:
-                self.receiver.forget(part)
-                part.caches = ()
-        for name in retained:
-            self._retained.pop(name, None)
-        for name in prompts:
-            self._prompts.pop(name, None)
+    def drop_sequence(self, name: int) -> None:
+        """Forget a sequence, and write no more of its blocks. Idempotent, as the other two."""
+        if (part := self._sequences.pop(name, None)) is not None:
+            self.receiver.forget(part)
+            part.caches = ()
+
+    def drop_retained(self, name: int) -> None:
+        self._retained.pop(name, None)
+
+    def drop_prompt(self, name: int) -> None:
+        self._prompts.pop(name, None)
 
     def _range(self, allocation: Allocation) -> Tensor:
         return self._memory[allocation.offset : allocation.offset + allocation.size_bytes]
@@ -257,8 +260,6 @@ class Parts:
                     reason="ranks",
                 )
 
-    # ---- calls -------------------------------------------------------------------------------------------
-
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of every rank's part. Returns: what rank 0's has returned.
 
@@ -307,25 +308,29 @@ class Parts:
         of_ranks = zip(own.positions, *[part.positions for part in others], strict=True)
         return tuple([None if layer[0] is None else np.concatenate(layer) for layer in of_ranks])
 
-    def drop(self, *, sequence: int | None = None, retained: int | None = None) -> None:
-        """Forget a sequence that has ended, or rows that are not retained any more."""
-        sequences = () if sequence is None else (sequence,)
-        rows = () if retained is None else (retained,)
+    def drop_sequence(self, name: int) -> None:
+        """Forget a sequence that has ended."""
         with suppress(WorkerUnavailable):  # nothing is left of a lost rank
-            self.tell_others("drop", sequences, rows)
-        self.own.drop(sequences, rows)
+            self.tell_others("drop_sequence", name)
+        self.own.drop_sequence(name)
 
-    def drop_prompt(self, prompt: int) -> None:
+    def drop_retained(self, name: int) -> None:
+        """Forget rows that are not retained any more."""
+        with suppress(WorkerUnavailable):
+            self.tell_others("drop_retained", name)
+        self.own.drop_retained(name)
+
+    def drop_prompt(self, name: int) -> None:
         """Forget a shared prompt: here at once, elsewhere before the next call, because this may be called
         anywhere."""
-        self.own.drop((), (), (prompt,))
+        self.own.drop_prompt(name)
         if self._lead is not None:
-            self._dropped.append(prompt)
+            self._dropped.append(name)
 
     def _flush(self) -> None:
         assert self._lead is not None, "there are other ranks"
         while self._dropped:
-            self._lead.call("drop", (), (), (self._dropped.popleft(),))
+            self._lead.call("drop_prompt", self._dropped.popleft())
 
 
 def _copied(caches: tuple[LayerCache, ...], layout: SequenceLayout, buffer: Tensor) -> tuple[LayerCache, ...]:
@@ -347,23 +352,6 @@ def retained_layout(
             regions.append(region)
         layers.append(regions)
     return layers, offset
-
-
-def _copied_rows(
-    rows: tuple[tuple[Tensor, ...], ...],
-    regions: list[list[Region]],
-    buffer: Tensor,
-    numbers: list[RowNumbers],
-) -> tuple[tuple[Tensor, ...], ...]:
-    """Copy rows of each layer to these regions of a buffer. Args: numbers: of the rows, int64 `[H_kv, m]`."""
-    layers = []
-    for tensors, places, chosen in zip(rows, regions, numbers, strict=True):
-        index = torch.from_numpy(chosen)[:, :, None].to(tensors[0].device)
-        targets = tuple([place.view(buffer) for place in places])
-        for source, target in zip(tensors, targets, strict=True):
-            target.copy_(source.gather(1, index.expand(-1, -1, source.shape[-1])))
-        layers.append(targets)
-    return tuple(layers)
 
 
 def checked_first_token(

@@ -309,7 +309,7 @@ class Reservations:
     def remove(self, sequence: Sequence) -> None:
         with self._lock:
             self._sequences.pop(sequence.name, None)
-        self._parts.drop(sequence=sequence.name)
+        self._parts.drop_sequence(sequence.name)
 
     def find(self, key: TransferKey) -> Sequence:
         """The sequence with this key. Raises: LeaseExpired: there is none, or of another generation."""
