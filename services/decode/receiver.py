@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,7 +179,7 @@ class SequencePart:
     """One rank's heads of a sequence. `lock` guards its bytes while they arrive.
 
     Attributes:
-        key: of the sequence's transfer; wire_key: of this part of it, if it is expected.
+        key: of the sequence's transfer.
         layout: of measured plans that of the reservation, until the manifest is there.
         buffer: uint8, its range of the arena, or host memory.
         expected: None for a copy of a shared prompt.
@@ -193,7 +194,6 @@ class SequencePart:
     buffer: Tensor
     expected: Expected | None = None
     pinned: PinnedRows | None = None
-    wire_key: TransferKey | None = None
     caches: tuple[LayerCache, ...] = ()
     has_begun: bool = False
     is_over: bool = False
@@ -258,19 +258,18 @@ class PartReceiver:
 
     def expect(self, part: SequencePart) -> None:
         """Let a part's blocks come. Nothing else uses its range."""
-        part.wire_key = part_key(part.key, self.first_head)
         with self._told:
-            self._expected[part.wire_key] = part
+            self._expected[part_key(part.key, self.first_head)] = part
             self._told.notify_all()
 
     def forget(self, part: SequencePart) -> None:
         """Write nothing to the part's range any more. Idempotent; waits for a block that is being written."""
         with part.lock:
             part.is_over = True
-        if part.wire_key is not None:
-            self._incoming.pop(part.wire_key, None)
-            with self._told:
-                self._expected.pop(part.wire_key, None)
+        key = part_key(part.key, self.first_head)
+        self._incoming.pop(key, None)
+        with self._told:
+            self._expected.pop(key, None)
 
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
@@ -389,10 +388,9 @@ class PartReceiver:
         return part
 
     def _is_awaited(self, key: TransferKey) -> bool:
-        try:
+        with suppress(TimeoutError):
             return self._ask(key, timeout_s=_ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            return False
+        return False
 
     def _unknown(self, key: TransferKey) -> LeaseExpired:
         return LeaseExpired(
