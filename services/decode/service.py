@@ -210,7 +210,7 @@ class DecodeService:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._check(request)
-        shared = self._prompts.take(request)
+        shared = self._prompts.take(request, request.shares) if request.shares is not None else None
         sequence = await self._admit(request, timeout_s, shared)
         chain = sequence.pinned.chain if sequence.pinned is not None else None
         try:

@@ -15,7 +15,7 @@ from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import PartArrived
 from kvferry.services.decode.sequence import Sequence
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import GenerateRequest
+from kvferry.shared.control.messages import GenerateRequest, SharedStart
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
 
@@ -77,8 +77,8 @@ class SharedPrompts:
         with self._lock:
             self.entries[request.request_id] = prompt
 
-    def take(self, request: GenerateRequest) -> SharedPrompt | None:
-        """The prompt for a request that shares one; None for the others.
+    def take(self, request: GenerateRequest, start: SharedStart) -> SharedPrompt:
+        """The prompt for a request that shares one. Args: start: the request's `shares`.
 
         Raises:
             TransferFailed: the request's first token cannot be one.
@@ -86,10 +86,8 @@ class SharedPrompts:
                 were announced, or its lease has ended.
             InvalidRequest: the request has another prompt, plan or `max_tokens`, or returns its KV.
         """
-        if request.shares is None:
-            return None
-        checked_first_token(request.shares.first_token, request, self._parts.spec)
-        of, stores = request.shares.request_id, request.store_history or request.session is not None
+        checked_first_token(start.first_token, request, self._parts.spec)
+        of, stores = start.request_id, request.store_history or request.session is not None
         with self._lock:
             prompt = self.entries.get(of)
             if prompt is None:
