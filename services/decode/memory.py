@@ -44,7 +44,7 @@ class _Waiter:
     loop: asyncio.AbstractEventLoop
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     allocation: Allocation | None = None
-    is_refused: bool = False
+    refusal: KvferryError | None = None
 
     def wake(self) -> bool:
         """Let it see that it was granted or refused; False if its loop is closed. Any thread may call it."""
@@ -149,27 +149,22 @@ class Scheduler:
                 longest = max(self._queues.values(), key=len)
                 gives_way = longest[-1] if len(longest) > len(self._queues[key_owner]) else waiter
                 self._remove(gives_way)
-                if gives_way is waiter:
-                    raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
-                gives_way.is_refused = True
+                gives_way.refusal = self._no_memory(gives_way.sizes_bytes[-1], waited_s=0.0, queue_full=True)
                 gives_way.wake()
         try:
-            if waiter.allocation is None:
+            if waiter.allocation is None and waiter.refusal is None:
                 async with asyncio.timeout(wait_s):
                     await waiter.decided.wait()
         except TimeoutError:
-            if not self._leave(waiter):
+            if not self._leave(waiter) and waiter.refusal is None:
                 with self._lock:
                     raise self._no_memory(sizes_bytes[-1], waited_s=wait_s) from None
         except asyncio.CancelledError:
             if self._leave(waiter) and waiter.allocation is not None:
                 self.release(waiter.allocation)
             raise
-        if waiter.is_refused:
-            if self._refusal is not None:
-                raise self._refusal()
-            with self._lock:
-                raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+        if waiter.refusal is not None:
+            raise waiter.refusal
         assert waiter.allocation is not None
         return waiter.allocation
 
@@ -186,7 +181,7 @@ class Scheduler:
             self._refusal = refusal
             for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
                 self._remove(waiter)
-                waiter.is_refused = True
+                waiter.refusal = refusal()
                 waiter.wake()
 
     def take(self, size_bytes: int, *, owner: str) -> Allocation | None:
@@ -249,7 +244,7 @@ class Scheduler:
         with self._lock:
             if waiter.allocation is not None:
                 return True
-            if waiter.is_refused:
+            if waiter.refusal is not None:
                 return False
             self._remove(waiter)
             self._grant()
