@@ -282,10 +282,11 @@ class DecodeEngine:
             reason = sequence.take(first_token)
         except Exception as error:
             self._fail(sequence, error)
-            return
-        if reason is not None:
-            self._waiting.remove(sequence)
+        else:
+            if reason is None:
+                return
             self._finish(sequence, reason)
+        self._waiting.remove(sequence)
 
     def _join(self, sequence: Sequence) -> None:
         self._deliver()  # the next step may take longer
