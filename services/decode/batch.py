@@ -65,7 +65,6 @@ class StepRunner:
         max_batch_size: sequences that may be placed at the same time.
         warn: called with the reason if a capture fails.
         spec: of the heads that are attended here, if these are not all.
-        tell_others: `Parts.tell_others`: other ranks have the same sequences in the same slots.
         captures: counts them; several runners may share it.
     """
 
@@ -77,10 +76,8 @@ class StepRunner:
         max_batch_size: int,
         warn: Callable[[str], None],
         spec: ModelSpec | None = None,
-        tell_others: Callable[..., None] = lambda name, *args: None,
         captures: Captures | None = None,
     ) -> None:
-        self._tell = tell_others
         self._model = model
         self._device = device
         self._max_batch_size = max_batch_size
@@ -126,7 +123,6 @@ class StepRunner:
                 self._slots = BatchSlots(self._model, self._spec, num_slots, arena)
             slot = self._slots.free_slot()
             self._slots.place(slot, given)
-        self._tell("place", slot, given.name, given.num_appended)
         self._step = None
         return slot
 
@@ -141,15 +137,12 @@ class StepRunner:
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
             self._slots.remove(slot)
-        self._tell("vacate", slot)
         self._step = None
 
     def reset(self) -> None:
         """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
         self._slots = self._step = None
         self._steps.clear()
-        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
-            self._tell("reset")
 
     def launch(self, *, eager_steps: int = 0) -> LaunchedStep:
         """Launch a step: one token for every sequence of the batch that has not ended.
@@ -236,7 +229,7 @@ class LaunchedBatch:
 class Batch:
     """Gives running sequences slots, and launches their steps.
 
-    Args: parts: the worker's ranks, which run the same steps.
+    Args: parts: the worker's ranks. If there are several, all have the same sequences in the same slots.
 
     Attributes:
         lanes: one or two; see above.
@@ -255,7 +248,7 @@ class Batch:
         self._device = device
         self._metrics = metrics
         self._shadow_check = config.shadow_check
-        self._can_repeat = parts.num_ranks == 1  # each of several has a part of a sequence
+        self._parts = parts
         self._captures = Captures()
         self.lanes = [
             StepRunner(
@@ -264,7 +257,6 @@ class Batch:
                 max_batch_size=config.max_batch_size,
                 warn=_warn_of_capture,
                 spec=parts.spec,
-                tell_others=parts.tell_others,
                 captures=self._captures,
             )
             for _ in range(2 if device.captures else 1)
@@ -280,7 +272,9 @@ class Batch:
             if sequence not in self._places:
                 given = _input(sequence, sequence.num_appended)
                 lane = lane_of(given.caches, given.num_appended) if len(self.lanes) > 1 else 0
-                self._places[sequence] = _Place(lane, self.lanes[lane].join(given), sequence.allocation)
+                slot = self.lanes[lane].join(given)
+                self._parts.tell_others("place", slot, sequence.name, sequence.num_appended)
+                self._places[sequence] = _Place(lane, slot, sequence.allocation)
 
     def vacate(self, spare: tuple[int, int] | None = None) -> tuple[int, int] | None:
         """Empty the slots of sequences that have ended or moved. Args: spare: one more, with its lane.
@@ -360,10 +354,13 @@ class Batch:
         self._places = {}
         for runner in self.lanes:
             runner.reset()
+        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
+            self._parts.tell_others("reset")
 
     def _remove(self, sequence: Sequence) -> None:
         lane, slot, _ = self._places.pop(sequence)
         self.lanes[lane].leave(slot)
+        self._parts.tell_others("vacate", slot)
 
     def _next_shadowed(self) -> Sequence | None:
         """The sequence whose step is repeated, in turn, if this step's turn has come."""
@@ -375,8 +372,8 @@ class Batch:
     def _second_opinion(self, sequence: Sequence, lane: int, slot: int, is_valid: bool) -> Tensor | None:
         """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
         stand, or nothing better can be had."""
-        if not self._can_repeat:
-            return None
+        if self._parts.num_ranks > 1:
+            return None  # each rank has a part of the sequence
         shadow = ShadowStep(self._model, _input(sequence, sequence.num_appended - 1))
         if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
             return None
@@ -397,7 +394,6 @@ def _input(sequence: Sequence, num_appended: int) -> StepInput:
         stop_ids=sequence.stop_token_ids,
         sampler=sequence.sampler,
         written=sequence.written,
-        name=sequence.name,
     )
 
 

@@ -126,7 +126,6 @@ class StepInput:
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
         written: when its layers are written; see `StepDevice.follow`.
-        name: by which other ranks know it.
     """
 
     caches: tuple[LayerCache, ...]
@@ -137,7 +136,6 @@ class StepInput:
     stop_ids: frozenset[int]
     sampler: SequenceSampler
     written: torch.cuda.Event | None = None
-    name: int = 0
 
 
 class BatchSlots:
