@@ -273,24 +273,24 @@ class PartReceiver:
 
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
-        part, failure = self._awaited(manifest.key), None
-        with part.lock:
-            if part.is_over:
-                raise self._refused(self._unknown(manifest.key))
-            if part.has_begun:
-                message = f"the reservation of transfer {manifest.key.transfer_id:#x} takes one transfer"
-                raise self._refused(LeaseExpired(message, reason="reservation_used"))
-            part.has_begun = True
-            try:
+        key = manifest.key
+        part = self._awaited(key)
+        try:
+            with part.lock:
+                if part.is_over:
+                    raise self._unknown(key)
+                if part.has_begun:
+                    message = f"the reservation of transfer {key.transfer_id:#x} takes one transfer"
+                    raise LeaseExpired(message, reason="reservation_used")
+                part.has_begun = True
                 writer = self._writer(part, manifest)
-            except KvferryError as error:
-                failure = error
-            else:
-                rows = manifest.layer_rows
-                self._incoming[manifest.key] = _Incoming(part=part, writer=writer, layer_rows=rows)
-        if failure is not None:
-            self._note("failed", part.key, failure)
-            raise failure
+                self._incoming[key] = _Incoming(part=part, writer=writer, layer_rows=manifest.layer_rows)
+        except LeaseExpired as error:
+            self._note("refused", error.reason)
+            raise
+        except KvferryError as error:
+            self._note("failed", part.key, error)
+            raise
         self._note("began", part.key, manifest)
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
@@ -332,23 +332,22 @@ class PartReceiver:
         Raises: LeaseExpired: the transfer or its reservation has ended.
         """
         incoming = self._incoming.get(key)
-        if incoming is None:
-            raise self._late(key)
-        part = incoming.part
-        with part.lock:
-            is_over, failure = part.is_over, None
-            if not is_over:
-                try:
-                    if caches := what(incoming.writer, *args):
-                        part.caches, part.pinned = caches, None
-                except KvferryError as error:
-                    failure = error
-        if is_over:
-            raise self._late(key)
-        if failure is not None:
+        try:
+            if incoming is None:
+                raise self._ended(key)
+            part = incoming.part
+            with part.lock:
+                if part.is_over:
+                    raise self._ended(key)
+                if caches := what(incoming.writer, *args):
+                    part.caches, part.pinned = caches, None
+        except LeaseExpired:
+            self.late_block()
+            raise
+        except KvferryError as error:
             self._incoming.pop(key, None)
-            self._note("failed", part.key, failure)
-            raise failure
+            self._note("failed", part.key, error)
+            raise
         return incoming
 
     def _writer(self, part: SequencePart, manifest: Manifest) -> CacheWriter:
@@ -398,12 +397,7 @@ class PartReceiver:
             reason="unknown_transfer",
         )
 
-    def _refused(self, error: LeaseExpired) -> LeaseExpired:
-        self._note("refused", error.reason)
-        return error
-
-    def _late(self, key: TransferKey) -> LeaseExpired:
-        self.late_block()
+    def _ended(self, key: TransferKey) -> LeaseExpired:
         reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
         return LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
 
