@@ -204,7 +204,12 @@ class DecodeEngine:
             self._begin(self._inbox.popleft())
         self._end_early()
         while self._waiting and len(self._running) < self._max_batch_size and self._load(self._waiting[0]):
-            self._join(self._waiting.popleft())
+            self._deliver()  # the next step may take longer
+            sequence = self._waiting.popleft()
+            sequence.state = SequenceState.RUNNING
+            self._running.append(sequence)
+            if (arrived_s := sequence.committed_s) is not None:
+                self._metrics.admit.labels(self._model.spec.name).observe(self._clock() - arrived_s)
         self._batch_size.set(len(self._running))
         if self._running:
             self._step()
@@ -287,13 +292,6 @@ class DecodeEngine:
                 return
             self._finish(sequence, reason)
         self._waiting.remove(sequence)
-
-    def _join(self, sequence: Sequence) -> None:
-        self._deliver()  # the next step may take longer
-        sequence.state = SequenceState.RUNNING
-        self._running.append(sequence)
-        if sequence.committed_s is not None:
-            self._metrics.admit.labels(self._model.spec.name).observe(self._clock() - sequence.committed_s)
 
     def _step(self) -> None:
         """Launch a step for the running sequences and handle its tokens.

@@ -166,12 +166,11 @@ class RetainedSelections:
                 layers=sequence.positions,
             )
             allocation = sequence.hand_over_bytes()
-            self._parts.call("retain", sequence.name, rows)
             selection = RetainedSelection(
                 session=session,
                 retained=rows,
                 token_ids=np.asarray(token_ids, np.int64),
-                part=self._parts.own.retained(sequence.name),
+                part=self._parts.call("retain", sequence.name, rows),
                 allocation=allocation,
             )
         self._arena.advance(selection.allocation, "retained")

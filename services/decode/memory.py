@@ -48,11 +48,10 @@ class _Waiter:
 
     def wake(self) -> bool:
         """Let it see that it was granted or refused; False if its loop is closed. Any thread may call it."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.decided.set)
-        except RuntimeError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Scheduler:

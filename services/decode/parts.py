@@ -94,9 +94,6 @@ class Part:
         assert part.caches, f"the blocks of transfer {name:#x} are not here"
         return part
 
-    def retained(self, name: int) -> RetainedPart:
-        return self._retained[name]
-
     def begin(
         self, key: TransferKey, allocation: Allocation, layout: SequenceLayout, expected: Expected | None
     ) -> SequencePart:
@@ -136,14 +133,16 @@ class Part:
         part = self._sequences[name]
         part.caches = _copied(self._prompts[prompt], part.layout, part.buffer)
 
-    def retain(self, name: int, rows: RetainedRows) -> None:
+    def retain(self, name: int, rows: RetainedRows) -> RetainedPart:
         """Keep the rows of a sequence that has ended, under its name. Args: rows: of all heads."""
         part = self.arrived(name)
         tensors = [
             tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in part.caches
         ]
-        self._retained[name] = RetainedPart(retained=rows.of_heads(*self._heads), rows=tuple(tensors))
+        retained = RetainedPart(retained=rows.of_heads(*self._heads), rows=tuple(tensors))
+        self._retained[name] = retained
         self.drop_sequence(name)
+        return retained
 
     def shrink(
         self, name: int, allocation: Allocation, rows: RetainedRows, numbers: list[RowNumbers]

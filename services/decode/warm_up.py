@@ -46,7 +46,6 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 _log = structlog.get_logger(__name__)
 
 _STEP_TIMEOUT_S = 300.0
-_OWNER = "warm-up"
 SAMPLING = (
     SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0),
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0),
@@ -142,7 +141,7 @@ def warm_up_steps(
 def _placed(model: LanguageModel, arena: ByteArena, prompt: WarmPrompt) -> Iterator[tuple[LayerCache, ...]]:
     """A prompt's layers in the arena."""
     layout = sequence_layout(make_formats(model.spec, prompt.resolved))
-    allocation = arena.reserve(layout.size_bytes, owner=_OWNER, state="running")
+    allocation = arena.reserve(layout.size_bytes, owner="warm-up", state="running")
     try:
         buffer = arena.buffer(allocation)
         layers = zip(layout.layers, prompt.tensors, strict=True)
