@@ -6,6 +6,7 @@ Place in the request's path: its first stage in this worker, and between the ste
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import threading
 import time
@@ -325,13 +326,11 @@ class SequenceMemory:
             size_bytes = measured_limit_bytes(whole) if is_measured(resolved) else whole.size_bytes
             return self._arena.needed_bytes(size_bytes) <= self._arena.size_bytes
 
-        low, high = 1, resolved.max_new_tokens
-        if fits(high) or not fits(low):
+        longest = resolved.max_new_tokens
+        if fits(longest) or not fits(1):
             return resolved
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return replace(resolved, max_new_tokens=low)
+        too_long = bisect.bisect_left(range(longest), True, 2, key=lambda its: not fits(its))
+        return replace(resolved, max_new_tokens=too_long - 1)
 
     def make_room(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Bring a sequence to the arena, with room for its next row, at the cost of younger ones.
