@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from functools import partial
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
+from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.serving import end_process
@@ -43,4 +47,25 @@ async def build_service(
             timeout_s=config.history_timeout_s,
         ),
     )
-    return service, service.registry
+    return service, ArenaRegistry(metrics, service.arena, model.num_ranks)
+
+
+class ArenaRegistry(CollectorRegistry):
+    """Collects a decode worker's metrics, and the bytes by the arena's states under its lock: in one response
+    they always sum to its size. Args: num_ranks: each has an arena like this."""
+
+    def __init__(self, metrics: DecodeMetrics, arena: ByteArena, num_ranks: int) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._arena = arena
+        self._num_ranks = num_ranks
+
+    def register(self, collector: Collector) -> None:
+        """Have the metrics' registry collect it, too."""
+        self._metrics.registry.register(collector)
+
+    def collect(self) -> Iterable[Metric]:
+        with self._arena.lock:
+            for state, size_bytes in self._arena.bytes_by_state().items():
+                self._metrics.arena_bytes.labels(state).set(size_bytes * self._num_ranks)
+            return list(self._metrics.registry.collect())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -62,33 +62,22 @@ class ByteArena:
 
     Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
     exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
-    and it must stop before it frees the range. `lock` guards every change and the observer's call, so under
-    the lock the bytes of all states sum to the total.
+    and it must stop before it frees the range. `lock` guards every change, so under the lock the bytes of all
+    states sum to the total.
 
-    Args:
-        size_bytes: rounded down to ALIGNMENT_BYTES.
-        observer: called under the lock after every change with bytes by state.
-
+    Args: size_bytes: rounded down to ALIGNMENT_BYTES.
     Attributes: memory: all bytes, uint8 `[size_bytes]`.
     """
 
-    def __init__(
-        self,
-        size_bytes: int,
-        device: torch.device,
-        *,
-        observer: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.lock = threading.RLock()
         self.memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
-        self._observer = observer
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
         self._allocations: dict[int, Allocation] = {}
         self._states: dict[int, AllocationState] = {}
         self._bytes = dict.fromkeys(("free", *get_args(AllocationState)), 0) | {"free": self.size_bytes}
         self._generation = 0
-        self._notify()
 
     @property
     def device(self) -> torch.device:
@@ -254,11 +243,6 @@ class ByteArena:
     def _move(self, size_bytes: int, source: str, target: str) -> None:
         self._bytes[source] -= size_bytes
         self._bytes[target] += size_bytes
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._observer is not None:
-            self._observer(dict(self._bytes))
 
 
 def align(size_bytes: int) -> int:

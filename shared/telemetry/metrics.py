@@ -19,7 +19,6 @@ STEP_BUCKETS_S = (
 RATIO_BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
 CERTIFICATE_EXPIRY = "kvferry_certificate_expiry_timestamp_seconds"
-ARENA_STATES = ("free", "reserved", "in_transfer", "running", "retained")
 
 
 class _Families:

@@ -13,6 +13,7 @@ import torch
 
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.server import ArenaRegistry
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.shared.compression.compress import compress_prompt
@@ -299,6 +300,7 @@ class Harness:
             sweep_interval_s=sweep_interval_s,
             rank_transport=rank_transport,
         )
+        self.registry = ArenaRegistry(self.metrics, self.service.arena, self.model.num_ranks)
 
     async def close(self):
         await self.service.close()
@@ -306,7 +308,7 @@ class Harness:
 
     def value(self, name, **labels):
         """Sum of a metric's samples that have these labels."""
-        samples = (s for metric in self.service.registry.collect() for s in metric.samples)
+        samples = (s for metric in self.registry.collect() for s in metric.samples)
         return sum(
             s.value for s in samples if s.name == f"kvferry_{name}" and labels.items() <= s.labels.items()
         )

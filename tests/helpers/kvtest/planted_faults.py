@@ -175,11 +175,11 @@ _OTHERS = (
         what="A reservation whose transfer has begun and then stalls never expires.",
         path="services/decode/sequence.py",
         old="""\
-                if not late or sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                if now_s < sequence.lease_until_s or sequence.state not in _ARRIVING:
                     continue
 """,
         new="""\
-                if not late or sequence.state is not SequenceState.RESERVED:
+                if now_s < sequence.lease_until_s or sequence.state is not SequenceState.RESERVED:
                     continue
 """,
         near=("tests/services/decode/test_lifecycle.py", "tests/services/decode/test_failure_matrix.py"),

@@ -1,25 +1,38 @@
-"""What becomes of a session's KV between its turns: it stays in the arena, so that the next transfer can
-leave it out, until another request needs the memory."""
+"""What becomes of a finished sequence's KV. Last stage of a request.
+
+RETURNING ──► a copy of the generated rows goes to prefill, for the session's history
+    └───────► the bytes stay, so that the session's next transfer can leave their rows out; or are freed
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
-from kvferry.services.decode.part import RetainedPart, retained_layout
-from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.parts import Parts, RetainedPart, retained_layout
 from kvferry.services.decode.sequence import Pinned, Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows
-from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import CapacityExceeded
-from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, Manifest
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.control.messages import HistoryReturned, SessionKey, Ticket
+from kvferry.shared.errors import CapacityExceeded, KvferryError
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS, EndRecord, Manifest, NamedTensor
+from kvferry.shared.wire.receiver import model_fields
+from kvferry.shared.wire.sender import BlockSender
 
+_MAX_ENDPOINTS = 64
+"""Prefill workers for which threads stay."""
+_log = structlog.get_logger(__name__)
 _SHRINK_BELOW = 0.75
 """An older selection is copied to less memory once it needs at most this part of what it has."""
 
@@ -119,7 +132,7 @@ class RetainedSelections:
         self._retain_s = retain_s
         self._clock = clock
         self._release = release
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._chains: dict[SessionKey, _Chain] = {}
         self.has_grown = threading.Event()
 
@@ -127,7 +140,8 @@ class RetainedSelections:
     def spare_bytes(self) -> int:
         """Bytes of unpinned selections, which eviction can free."""
         with self._lock:
-            return self._spare_bytes()
+            every = [selection for chain in self._chains.values() for selection in chain.selections]
+            return sum([its.allocation.size_bytes for its in every if its.num_users == 0])
 
     def retain(self, sequence: Sequence) -> bool:
         """Retain a finished sequence's bytes. Returns False, and takes nothing, if they cannot be reused."""
@@ -152,14 +166,11 @@ class RetainedSelections:
                 layers=sequence.positions,
             )
             allocation = sequence.hand_over_bytes()
-            self._parts.call_by_heads(
-                "retain", lambda first, number: (rows.transfer_id, rows.of_heads(first, number))
-            )
             selection = RetainedSelection(
                 session=session,
                 retained=rows,
                 token_ids=np.asarray(token_ids, np.int64),
-                part=self._parts.own.retained(rows.transfer_id),
+                part=self._parts.call("retain", sequence.name, rows),
                 allocation=allocation,
             )
         self._arena.advance(selection.allocation, "retained")
@@ -196,9 +207,7 @@ class RetainedSelections:
 
     def drop(self, session: SessionKey | None, *, transfer_id: int | None = None) -> int:
         """Drop a session's selections; with `transfer_id`, only if the newest one is of that transfer.
-
-        Returns: the dropped selections' bytes.
-        """
+        Returns the bytes of those that were dropped."""
         with self._lock:
             chain = self._chains.get(session) if session is not None else None
             if session is None or chain is None or transfer_id not in (None, chain.selections[0].name):
@@ -217,14 +226,13 @@ class RetainedSelections:
         self._free(freed)
 
     def evict(self, wanted_bytes: int) -> bool:
-        """Free the oldest selection of the least recently used session that is not pinned.
-
-        Frees it in the arena without granting waiting requests, which the caller does.
+        """Free the oldest selection of the least recently used session that is not pinned, without granting
+        waiting requests, which the caller does.
 
         Returns: whether one was freed; False also if all free and unpinned bytes together are too few.
         """
         with self._lock:
-            if self._arena.free_bytes + self._spare_bytes() < wanted_bytes:
+            if self._arena.free_bytes + self.spare_bytes < wanted_bytes:
                 return False
             unpinned = [its for its in self._chains.values() if its.selections[-1].num_users == 0]
             if not unpinned:
@@ -234,13 +242,12 @@ class RetainedSelections:
             selection.listed = False
             if not spare.selections:
                 del self._chains[selection.session]
-        self._parts.drop(retained=selection.name)
+        self._parts.drop_retained(selection.name)
         self._arena.free(selection.allocation)
         return True
 
     def shrink(self) -> None:
-        """Free the memory of rows that are there twice, and of old selections where there are too many. For
-        one thread."""
+        """Free rows that are there twice, and old selections where there are too many. For one thread."""
         with self._lock:
             chains = [tuple(its.selections) for its in self._chains.values() if len(its.selections) > 1]
         for selections in chains:
@@ -266,24 +273,12 @@ class RetainedSelections:
 
     def close(self) -> None:
         """Drop all selections."""
-        with self._lock:
-            freed = [gone for chain in self._chains.values() for gone in self._unlist(chain.selections)]
-            self._chains.clear()
-        self._free(freed)
+        for session in tuple(self._chains):
+            self.drop(session)
 
     def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
         """Returns: False if that has to wait, because the selection is pinned or memory is full."""
         left, numbers = selection.retained.left(newer)
-
-        def of_heads(first: int, number: int) -> tuple[object, ...]:
-            rows = left.of_heads(first, number)
-            return (
-                selection.name,
-                selection.allocation,
-                rows,
-                [its[first : first + number] for its in numbers],
-            )
-
         num_own = self._parts.spec.num_kv_heads
         _, size_bytes = retained_layout(selection.part.rows, [its[:num_own] for its in numbers])
         if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
@@ -299,7 +294,7 @@ class RetainedSelections:
             except CapacityExceeded:
                 return False
             selection.retained = left
-            self._parts.call_by_heads("shrink", of_heads)
+            self._parts.call("shrink", selection.name, selection.allocation, left, numbers)
         self._release(former)
         return True
 
@@ -310,10 +305,6 @@ class RetainedSelections:
             freed = [selection for selection in selections if selection.is_unused]
         self._free(freed)
 
-    def _spare_bytes(self) -> int:
-        every = [selection for chain in self._chains.values() for selection in chain.selections]
-        return sum([its.allocation.size_bytes for its in every if its.num_users == 0])
-
     def _unlist(self, selections: list[RetainedSelection]) -> list[RetainedSelection]:
         """Hide these from new reservations; returns the unpinned ones, whose bytes can be freed now."""
         for selection in selections:
@@ -322,5 +313,125 @@ class RetainedSelections:
 
     def _free(self, selections: list[RetainedSelection]) -> None:
         for selection in selections:
-            self._parts.drop(retained=selection.name)
+            self._parts.drop_retained(selection.name)
             self._release(selection.allocation)
+
+
+class HistoryReturner:
+    """Threads that return the generated tokens' KV of finished sequences to prefill, some for each prefill
+    worker, so that one that stalls delays no session of another.
+
+    Rows are first copied to the host (those packed during decode were copied then), and the arena bytes are
+    released or retained, so a slow peer blocks no decode memory; a sequence that waits for a thread still
+    occupies its arena bytes. If a return fails, the next turn prefills these tokens again; the client does
+    not see an error.
+
+    Args: retained: takes over a sequence's bytes if its session's next turn can reuse them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parts: Parts,
+        sender: BlockSender,
+        retained: RetainedSelections,
+        config: DecodeConfig,
+    ) -> None:
+        self._parts = parts
+        self._retained = retained
+        self._spec = spec
+        self._sender = sender
+        self._num_threads = config.history_threads
+        self._timeout_s = config.history_timeout_s
+        """Limit on each wait for room in the send buffer, and on the wait for the acknowledgement."""
+        self._lock = threading.Lock()
+        self._pools: OrderedDict[str, ThreadPoolExecutor] = OrderedDict()
+        """By the prefill worker's endpoint, the least recently used first."""
+
+    def submit(self, sequence: Sequence) -> None:
+        """Retain what a RETURNING sequence has, return its generated KV if that is stored, then close it."""
+        manifest = sequence.manifest
+        if sequence.num_appended == 0 or manifest is None or not manifest.history_endpoint:
+            self._retained.retain(sequence)
+            self._end(sequence, num_tokens=0)
+            return
+        endpoint = manifest.history_endpoint
+        with self._lock:
+            pool = self._pools.pop(endpoint, None)
+            if pool is None:
+                pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kvferry-history-return")
+            self._pools[endpoint] = pool
+            if len(self._pools) > _MAX_ENDPOINTS:
+                # its returns go on; its threads end after them
+                self._pools.popitem(last=False)[1].shutdown(wait=False)
+            pool.submit(self._return, sequence, manifest)
+
+    def close(self) -> None:
+        """End the threads and the sender. Drops returns that have not begun. Cancel all sequences first.
+        Idempotent."""
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._sender.close()
+
+    def _return(self, sequence: Sequence, manifest: Manifest) -> None:
+        num_tokens = 0
+        try:
+            with self._parts.returning:
+                with sequence.lock:
+                    if sequence.state is SequenceState.CLOSED:
+                        return
+                    returned = self._parts.returned(sequence.name, sequence.num_appended)
+                    if not self._retained.retain(sequence):
+                        sequence.release_bytes()
+                layers = returned()
+            self._ship(sequence, manifest, layers)
+            num_tokens = sequence.num_appended
+        except KvferryError as error:
+            _log.warning("history not returned", request_id=sequence.request.request_id, error=error.message)
+        except Exception:
+            _log.exception("history not returned", request_id=sequence.request.request_id)
+        finally:
+            if num_tokens == 0:
+                self._retained.drop(sequence.request.session, transfer_id=sequence.name)
+            self._end(sequence, num_tokens=num_tokens)
+
+    def _end(self, sequence: Sequence, *, num_tokens: int) -> None:
+        if sequence.close() and sequence.request.store_history:
+            sequence.events.put(HistoryReturned(num_tokens=num_tokens))
+
+    def _ship(self, sequence: Sequence, manifest: Manifest, layers: list[Tensors]) -> None:
+        ticket = Ticket(
+            endpoint=manifest.history_endpoint,
+            transfer_id=manifest.key.transfer_id,
+            generation=manifest.key.generation,
+            credit_bytes=manifest.history_credit_bytes,
+            lease_s=self._timeout_s,
+            reserved_bytes=0,
+        )
+        returned = Manifest(
+            purpose="history",
+            key=manifest.key,
+            request_id=sequence.request.request_id,
+            **model_fields(self._spec),
+            start=sequence.resolved.num_prompt_tokens,
+            num_tokens=sequence.num_appended,
+        )
+        outgoing = self._sender.open(ticket, returned, timeout_s=self._timeout_s)
+        with sequence.lock:
+            sequence.outgoing = outgoing
+            if sequence.cancelled:
+                outgoing.abort("the request was cancelled")
+        try:
+            for layer, tensors in enumerate(layers):
+                kind = "rows" if self._spec.layer(layer).has_rows else "state"
+                outgoing.send_layer(
+                    layer, [NamedTensor(name=name, tensor=its, kind=kind) for name, its in tensors.items()]
+                )
+            outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
+            outgoing.wait(self._timeout_s)
+        finally:
+            outgoing.abort("the return failed")  # no effect once acknowledged
+        sent_bytes = outgoing.bytes_by_kind["rows"] + outgoing.bytes_by_kind["state"]
+        sequence.metrics.history_returned_bytes.labels(self._spec.name).inc(sent_bytes)
