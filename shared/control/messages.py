@@ -82,6 +82,27 @@ class Ticket:
     part_endpoints: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnPrompt:
+    """What both workers of a turn are told of its prompt.
+
+    The router's `TurnRequest` is one, too, and hands on every field that a worker's request has by that name.
+
+    Attributes:
+        prompt_token_ids: the whole prompt, history included (penalties need it).
+        owner: of the API key; owners take turns in each worker's line. Empty, at prefill: the session's.
+        session: whose history prefill looks up and stages, and whose KV decode may have retained from its
+            last turn and may retain for its next one; None: nothing is stored or retained.
+        probe: a readiness probe; changes no counter of requests, tokens or bytes.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    owner: str = ""
+    session: SessionKey | None = None
+    probe: bool = False
+
+
 # ---- decode ----------------------------------------------------------------------------------------------
 
 
@@ -99,15 +120,11 @@ class SharedStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(TurnPrompt):
     """Router to decode: reserve memory, wait for the transfer, then stream tokens.
 
     Attributes:
-        prompt_token_ids: the whole prompt, history included (penalties need it).
         store_history: ship the generated tokens' KV back to prefill at the end.
-        probe: a readiness probe; changes no counter of requests, tokens or bytes.
-        session: whose KV may be retained from its last request and for its next one; None retains nothing.
-        owner: of the API key; owners take turns in the line for memory.
         num_siblings: how many requests will share this one's prompt, once it has arrived.
         shares: the prompt that another request has brought, which no transfer will bring again; the prompt,
             the plan and `max_tokens` are that request's.
@@ -115,13 +132,8 @@ class GenerateRequest:
 
     request_id: str
     model_fingerprint: str
-    prompt_token_ids: tuple[int, ...]
     plan: CompressionPlan
-    sampling: SamplingParams
     store_history: bool = False
-    probe: bool = False
-    session: SessionKey | None = None
-    owner: str = ""
     num_siblings: int = 0
     shares: SharedStart | None = None
 
@@ -229,35 +241,25 @@ class SessionBase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillRequest:
-    """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
+class PrefillPrompt(TurnPrompt):
+    """What prefill alone is told of a turn's prompt.
 
     Attributes:
-        owner: of the API key; owners take turns in the queue. Empty: the session's.
-        session: whose history is looked up and staged; None stores none.
         document: whose history a new session may start from; of the same owner.
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
             at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
         max_reused_tokens: use stored KV of at most so many of the prompt's first tokens; None: of all. Which
             rows some methods select depends on this number, so a turn that resumes keeps to its first one.
+        priority: orders the waiting prompts of one owner, the smallest first.
         prompt_logprobs: report the prompt's own tokens with this many alternatives each, at most 20; every
             token is then run, so there is no session. None reports none.
-        priority: orders the waiting prompts of one owner, the smallest first.
         retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
             the rows; None where it retains none.
         session_base: what the turn continues; the worker refuses it where another router has acknowledged a
             turn beyond that. None: there is one router, or the prompt is the whole conversation.
-        siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
-    request_id: str
-    model_fingerprint: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    ticket: Ticket
-    session: SessionKey | None = None
-    probe: bool = False
     document: SessionKey | None = None
     retained_bins: int = 0
     has_history: bool = False
@@ -265,8 +267,20 @@ class PrefillRequest:
     priority: int = 0
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
-    owner: str = ""
     session_base: SessionBase | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRequest(PrefillPrompt):
+    """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
+
+    Attributes:
+        siblings: of completions of the same prompt whose first tokens are sampled, too.
+    """
+
+    request_id: str
+    model_fingerprint: str
+    ticket: Ticket
     siblings: tuple[SamplingParams, ...] = ()
 
 

@@ -9,8 +9,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import structlog
 
@@ -25,10 +25,9 @@ from kvferry.shared.control.messages import (
     GenerateRequest,
     GenerationFinished,
     PrefillControl,
+    PrefillPrompt,
     PrefillRequest,
     RedirectRequest,
-    SessionBase,
-    SessionKey,
     SharedStart,
     Ticket,
     TicketIssued,
@@ -49,6 +48,8 @@ from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.version import VERSION
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
+_Told = TypeVar("_Told", GenerateRequest, PrefillRequest)
+
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
 _CLOSE_TIMEOUT_S = 5.0
@@ -58,45 +59,26 @@ _ACCEPT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(PrefillPrompt):
     """One completion of one prompt.
+
+    Of an implicit session only the prompt's history is stored, and decode retains rows as `retained_as` says.
 
     Attributes:
         request_id: the client's; each attempt derives its own id for the workers.
-        owner: of the API key.
-        session: whose history is looked up and stored; of an implicit one the prompt's alone. None: neither.
-        document: whose history the session may begin with.
-        has_history: whether the session has had turns.
-        max_reused_tokens: as of `PrefillRequest`.
+        keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
-        keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
-        priority, prompt_logprobs, session_base: as of `PrefillRequest`.
-        retained_as: of an implicit session, under which session decode retains its rows; None: not at all.
-        retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
     request_id: str
     model: ModelSpec
-    prompt_token_ids: tuple[int, ...]
     plan: CompressionPlan
-    sampling: SamplingParams
     deadline_s: float
-    owner: str = ""
-    session: SessionKey | None = None
-    document: SessionKey | None = None
-    has_history: bool = False
-    max_reused_tokens: int | None = None
     keeps_cut_off: bool = False
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
-    probe: bool = False
-    priority: int = 0
-    retained_as: SessionKey | None = None
-    retained_bins: int = 0
-    prompt_logprobs: int | None = None
-    session_base: SessionBase | None = None
 
 
 @dataclass(kw_only=True)
@@ -299,6 +281,13 @@ class Attempt:
         """Have decode end the completion with the tokens that it has."""
         await self.decode.client.finish(self.worker_request_id, timeout_s=CUT_OFF_S)
 
+    def _told(self, kind: type[_Told], **others: Any) -> _Told:
+        """The request to a worker: every field that the turn has as well, and others."""
+        turn, names = self._request, [field.name for field in fields(kind)]
+        shared = {name: getattr(turn, name) for name in names if hasattr(turn, name)}
+        ids = {"request_id": self.worker_request_id, "model_fingerprint": turn.model.fingerprint}
+        return kind(**(shared | ids | others))
+
     def _remaining_s(self) -> float:
         """The workers' deadline, with time for a turn that may be cut off to return its tokens."""
         grace_s = CUT_OFF_S if self._request.keeps_cut_off else 0.0
@@ -355,29 +344,9 @@ class Attempt:
 
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
-        request, stats = self._request, self._stats
-        stream = self.prefill.client.prefill(
-            PrefillRequest(
-                request_id=self.worker_request_id,
-                model_fingerprint=request.model.fingerprint,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
-                ticket=ticket,
-                session=request.session,
-                document=request.document,
-                probe=request.probe,
-                retained_bins=request.retained_bins,
-                has_history=request.has_history,
-                max_reused_tokens=request.max_reused_tokens,
-                priority=request.priority,
-                prompt_logprobs=request.prompt_logprobs,
-                retained_as=request.retained_as,
-                owner=request.owner,
-                session_base=request.session_base,
-                siblings=self._siblings,
-            ),
-            timeout_s=self._remaining_s(),
-        )
+        stats = self._stats
+        request = self._told(PrefillRequest, ticket=ticket, siblings=self._siblings)
+        stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
         sent, first = False, self._first
         with self._blaming("prefill"):
             try:
@@ -409,24 +378,16 @@ class Attempt:
     # ---- decode ------------------------------------------------------------------------------------------
 
     def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
-        request, session = self._request, self._request.session
+        session = self._request.session
         is_implicit = session is not None and session.is_implicit
-        return self.decode.client.generate(
-            GenerateRequest(
-                request_id=self.worker_request_id,
-                model_fingerprint=request.model.fingerprint,
-                prompt_token_ids=request.prompt_token_ids,
-                plan=request.plan,
-                sampling=request.sampling,
-                store_history=session is not None and not is_implicit,
-                probe=request.probe,
-                session=request.retained_as if is_implicit else session,
-                owner=request.owner,
-                num_siblings=len(self._siblings),
-                shares=shares,
-            ),
-            timeout_s=self._remaining_s(),
+        request = self._told(
+            GenerateRequest,
+            store_history=session is not None and not is_implicit,
+            session=self._request.retained_as if is_implicit else session,
+            num_siblings=len(self._siblings),
+            shares=shares,
         )
+        return self.decode.client.generate(request, timeout_s=self._remaining_s())
 
     async def _ticket(self, decoding: AsyncGenerator[GenerateEvent, None]) -> Ticket:
         event = await anext(decoding, None)
