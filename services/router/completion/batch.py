@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.services.router.completion.choice import Choice, KvReport, RequestTimer, Usage
+from kvferry.services.router.completion.choice import Choice, RequestTimer, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
+from kvferry.services.router.completion.kv_report import KvReport, of_prompts
 from kvferry.services.router.completion.requests import TextRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
@@ -13,8 +14,6 @@ from kvferry.shared.model.spec import ModelSpec
 
 class CompletionBatch:
     """As `Completion`, for the choices of every prompt, in the prompts' order.
-
-    Its `kv` has the first prompt's method and reasons, and sums over all prompts.
 
     Args: request: as the client sent it; parts: of one prompt each, with their choices' numbers.
     """
@@ -97,14 +96,4 @@ class CompletionBatch:
         )
 
     def kv(self) -> KvReport:
-        reports = [part.kv() for part in self._parts if part.choices]
-        total = reports[0].copy()
-        for report in reports[1:]:
-            total["prompt_tokens"] += report["prompt_tokens"]
-            total["reused_tokens"] += report["reused_tokens"]
-            total["full_bytes"] += report["full_bytes"]
-            total["shipped_bytes"] += report["shipped_bytes"]
-            total["cache_bytes"] += report["cache_bytes"]
-            total["prefill_ms"] = max(total["prefill_ms"], report["prefill_ms"])
-            total["transfer_ms"] = max(total["transfer_ms"], report["transfer_ms"])
-        return total
+        return of_prompts([part.kv() for part in self._parts if part.choices])

@@ -1,5 +1,4 @@
-"""The choices of a response: each a turn's tokens as text with log-probabilities, and their `usage` and `kv`
-objects.
+"""The choices of a response: each a turn's tokens as text with log-probabilities.
 
 `TextAssembler` holds back text that may begin a stop string.
 """
@@ -11,17 +10,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict
 
 from kvferry.services.router.completion.tools import read_arguments
-from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.turn import Turn
-from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.compression.resolve import why_full
-from kvferry.shared.control.messages import FinishReason, HistorySource
+from kvferry.shared.control.messages import FinishReason
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
@@ -347,119 +342,3 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-
-class KvReport(TypedDict):
-    """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
-
-    `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
-    prompt; of the method "auto", why the router chose this one. `quality` and `retention` are there where the
-    request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
-    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt.
-    """
-
-    method: str
-    reason: NotRequired[str]
-    quality: NotRequired[float]
-    retention: NotRequired[float]
-    smaller_token_budget: NotRequired[int]
-    max_tokens: NotRequired[int]
-    prompt_tokens: int
-    reused_tokens: int
-    history: NotRequired[HistorySource]
-    history_tier: NotRequired[str]
-    full_bytes: int
-    shipped_bytes: int
-    delta_bytes: NotRequired[int]
-    cache_bytes: int
-    prefill_ms: float
-    transfer_ms: float
-    kept: NotRequired[list[float]]
-    kept_by_layer: NotRequired[list[list[float]]]
-
-
-def kv_report(
-    plan: CompressionPlan | None,
-    quality: float | None,
-    num_prompt_tokens: int,
-    stats: Sequence[TurnStats],
-    *,
-    num_kept_bins: int = 0,
-    chosen: str = "",
-    max_tokens: int | None = None,
-) -> KvReport:
-    """The report of one response.
-
-    Args:
-        plan: the request's; None where it failed before it had one.
-        quality: the quality that the request gave.
-        stats: of each choice's turn.
-        num_kept_bins: the request's `kv_kept_bins`.
-        chosen: why the router chose the method; empty where the request did.
-        max_tokens: the answer's limit where it is below the request's.
-    """
-    first = stats[0].first
-    report = KvReport(
-        method=stats[0].method,
-        prompt_tokens=num_prompt_tokens,
-        reused_tokens=first.reused_tokens if first is not None else 0,
-        full_bytes=first.full_bytes if first is not None else 0,
-        shipped_bytes=0,
-        cache_bytes=0,
-        prefill_ms=0.0,
-        transfer_ms=0.0,
-    )
-    for turn in stats:
-        report["shipped_bytes"] += turn.shipped_bytes
-        report["cache_bytes"] += turn.cache_bytes
-        report["prefill_ms"] = max(report["prefill_ms"], round(turn.prefill_s * 1000, 3))
-        report["transfer_ms"] = max(report["transfer_ms"], round(turn.transfer_s * 1000, 3))
-        if turn.smaller_budget is not None:
-            least = report.get("smaller_token_budget", turn.smaller_budget)
-            report["smaller_token_budget"] = min(least, turn.smaller_budget)
-        if turn.delta_bytes is not None:
-            report["delta_bytes"] = report.get("delta_bytes", 0) + turn.delta_bytes
-    if max_tokens is not None:
-        report["max_tokens"] = max_tokens
-    if plan is not None:
-        if chosen and report["method"] in (plan.method, ""):
-            report["reason"] = chosen
-        elif report["method"] == "full":
-            report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
-        elif (reason := _why_not_compress(plan, stats[0])) is not None:
-            report["reason"] = reason
-        if quality is not None and plan.budget.retention is not None:
-            report["quality"], report["retention"] = quality, plan.budget.retention
-    if first is not None:
-        if first.history_source is not None:
-            report["history"] = first.history_source
-        if first.history_tier:
-            report["history_tier"] = first.history_tier
-        if first.retained_fractions:
-            layers = _by_layer(first.retained_fractions, min(num_kept_bins, num_prompt_tokens))
-            report["kept_by_layer"] = [[round(fraction, 4) for fraction in layer] for layer in layers]
-            report["kept"] = [round(fmean(fractions), 4) for fractions in zip(*layers, strict=True)]
-    return report
-
-
-def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
-    """For a client: that its method was not worth using for this prompt.
-
-    Returns: None where it was, and where bytes do not tell: with an attention that reads a part of what was
-        shipped, and of a delta or several attempts.
-    """
-    first = turn.first
-    if first is None or turn.replays or turn.delta_bytes is not None or plan.attention.name != "dense":
-        return None
-    if not turn.shipped_bytes or turn.shipped_bytes < first.full_bytes:
-        return None
-    return (
-        f"method {first.method} shipped {turn.shipped_bytes} bytes, no fewer than the {first.full_bytes} of "
-        "the full KV: it saves nothing for a prompt as short as this"
-    )
-
-
-def _by_layer(fractions: Sequence[float], num_bins: int) -> list[Sequence[float]]:
-    return [fractions[start : start + num_bins] for start in range(0, len(fractions), num_bins)]
