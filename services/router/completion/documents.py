@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.inputs import Preamble, Prompt
+from kvferry.services.router.completion.prompts import Preamble, Prompt
 from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.http.large_work import BodyWork

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
+from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.access import KeyLimits
 from kvferry.services.router.http.large_work import LargeWork

@@ -1,10 +1,7 @@
-"""What a turn runs on: the prompt's token ids, from a request and its session's record, and the plan of its
-compression.
+"""What a turn runs on: the prompt's token ids, from a request and its session's record.
 
-Decides whether the request's messages continue the session or restate it (`session_mode`). Tokenizing runs in
-a thread, because a long prompt must not delay other requests. The plan is the server's default, or the
-request's own choice within what is allowed; a requested quality becomes a retention here, by the model's
-calibrated curve and the prompt's tokens, before decode reserves anything.
+Decides whether the request's messages continue the session or restate it (`session_mode`), and what the
+answer may be. Tokenizing runs in a thread, because a long prompt must not delay other requests.
 """
 
 from __future__ import annotations
@@ -13,26 +10,16 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvferry.models import SHIPPED_CALIBRATION
-from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
 from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
 from kvferry.services.router.completion.tools import NamedTool, Tool
-from kvferry.services.router.config import RouterConfig, split_list
-from kvferry.services.router.http.errors import describe
 from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.record import SessionRecord
-from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.curves import CurveBook, QualityCurve
-from kvferry.shared.compression.plan import Budget, CompressionPlan
-from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.chat_template import ChatMessage, TemplateInputs
 from kvferry.shared.model.spec import ModelSpec
@@ -42,8 +29,12 @@ from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import Grammar, ThinkingBudget
 
 if TYPE_CHECKING:
-    from kvferry.services.router.completion.fastest import FastestMethod
     from kvferry.shared.model.answer import AnswerParser
+
+_PREFIX_TOKENS = 64
+"""Of a prompt's end, for a parser of its answer."""
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+"""What chat templates have for `reasoning_effort`."""
 
 Messages = tuple[ChatMessage, ...]
 
@@ -123,10 +114,10 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts with one tokenizer."""
+    """Builds prompts with one tokenizer, and what makes text of their answers."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._added_ids = tokenizer.encode("")
         self._grammars: dict[tuple[int, tuple[int, ...]], GrammarCompiler] = {}
 
@@ -135,9 +126,9 @@ class PromptBuilder:
     ) -> TextAssembler:
         """Makes text of one choice's tokens, or of a prompt's."""
         if request is None:
-            return TextAssembler(self._tokenizer)
+            return TextAssembler(self.tokenizer)
         return TextAssembler(
-            self._tokenizer,
+            self.tokenizer,
             request.stop_strings,
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
@@ -179,23 +170,11 @@ class PromptBuilder:
     def _calls(self, request: ChatRequest, tools: list[Tool], or_text: Grammar | None = None) -> Grammar:
         """The grammar of calls, or of what else the request allows. Raises: InvalidRequest."""
         parallel = not isinstance(request.tool_choice, NamedTool) and request.parallel_tool_calls is not False
-        return calls_grammar(self._tokenizer, tools, parallel=parallel, or_text=or_text)
-
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """The ids of a text. Raises: InvalidRequest where it is not valid Unicode."""
-        return self._tokenizer.encode(text, add_special=add_special)
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, with special tokens."""
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids, shows_special=True)
-
-    def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """The entries of the vocabulary."""
-        return list(map(self._tokenizer.spelling, token_ids))
+        return calls_grammar(self.tokenizer, tools, parallel=parallel, or_text=or_text)
 
     async def capabilities(self, model: ModelSpec) -> dict[str, bool]:
         """What clients can ask of the model, by its tokenizer and chat template."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         template = await asyncio.to_thread(lambda: tokenizer.template.response_template) or {"fields": {}}
         try:
             await self._compiler(model).check(JSON_OBJECT)
@@ -218,11 +197,11 @@ class PromptBuilder:
 
     def _compiler(self, model: ModelSpec) -> GrammarCompiler:
         key = model.vocab_size, model.eos_token_ids
-        return self._grammars.setdefault(key, GrammarCompiler(lambda: self._tokenizer, *key))
+        return self._grammars.setdefault(key, GrammarCompiler(lambda: self.tokenizer, *key))
 
     def answer_parser(self, request: ChatRequest | TextRequest, prompt: Prompt) -> AnswerParser | None:
         """Finds thoughts and tool calls in an answer; None where there are none."""
-        template = self._tokenizer.template.response_template
+        template = self.tokenizer.template.response_template
         if template is None or not isinstance(request, ChatRequest):
             return None
         from kvferry.shared.model.answer import THOUGHTS, AnswerParser
@@ -238,21 +217,21 @@ class PromptBuilder:
         return AnswerParser({**template, "fields": fields}, prefix=self._end_of(prompt), tools=tools)
 
     def _end_of(self, prompt: Prompt) -> str:
-        return self._tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True)
+        return self.tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True)
 
     def thinking_budget(self, request: ChatRequest | TextRequest, prompt: Prompt) -> ThinkingBudget | None:
         """How long the answer may think; None where that is not bounded, or thoughts have no marks.
 
         Raises: InvalidRequest where a mark is not one token.
         """
-        tags, template = self._tokenizer.template.thought_tags, self._tokenizer.template.response_template
+        tags, template = self.tokenizer.template.thought_tags, self.tokenizer.template.response_template
         if not isinstance(request, ChatRequest) or (limit := request.thinking_limit) is None:
             return None
         if tags is None or template is None:
             return None
         from kvferry.shared.model.answer import AnswerParser
 
-        open_id, end_id = map(self._tokenizer.token_id, tags)
+        open_id, end_id = map(self.tokenizer.token_id, tags)
         if open_id is None or end_id is None:
             tag = tags[0] if open_id is None else tags[1]
             param = "thinking_token_budget"
@@ -307,7 +286,7 @@ class PromptBuilder:
         def render(question: str) -> tuple[int, ...]:
             messages = Preamble(text=text).before((ChatMessage("user", question),))
             shown = [message.for_template() for message in messages]
-            return tuple(self._tokenizer.render(shown, max_model_len=model.max_model_len))
+            return tuple(self.tokenizer.render(shown, max_model_len=model.max_model_len))
 
         def common() -> tuple[int, ...]:
             one, other = render("a"), render("0 b")
@@ -359,7 +338,7 @@ class PromptBuilder:
         shown = preamble.before(messages)
         try:
             rendered = render_conversation(
-                self._tokenizer,
+                self.tokenizer,
                 shown,
                 continues=continues,
                 recorded=recorded,
@@ -375,55 +354,46 @@ class PromptBuilder:
             assistant_ends=rendered.assistant_ends,
             preamble=preamble,
             template_inputs=recorded_inputs,
-            keeps_thoughts="reasoning_content" in self._tokenizer.template.fields,
+            keeps_thoughts="reasoning_content" in self.tokenizer.template.fields,
             continues=continues,
         )
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
         """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
-        knows = self._tokenizer.template.knows
+        template, arguments = self.tokenizer.template, dict[str, Any]()
         tools = [tool.for_template() for tool in request.shown_tools]
-        if tools and not knows("tools"):
+        if tools and not template.knows("tools"):
             raise InvalidRequest("tools are given; the model's chat template has none", param="tools")
-        takes = self._tokenizer.template.takes
-        arguments: dict[str, Any] = {
-            name: its for name, its in (request.chat_template_kwargs or {}).items() if takes(name)
-        }
         if (effort := request.reasoning_effort) is not None:
             values = (effort, effort != "none", effort != "none")
-            efforts = dict(zip(_EFFORT_VARIABLES, values, strict=True))
-            arguments = {name: value for name, value in efforts.items() if knows(name)} | arguments
-        return TemplateInputs(tools, arguments)
+            efforts = zip(_EFFORT_VARIABLES, values, strict=True)
+            arguments = {name: value for name, value in efforts if template.knows(name)}
+        given = (request.chat_template_kwargs or {}).items()
+        return TemplateInputs(
+            tools, arguments | {name: value for name, value in given if template.takes(name)}
+        )
 
     def ignored_fields(self, request: ChatRequest | TextRequest) -> list[str]:
         """The fields that the client gave and that change nothing with this model's template."""
-        ignored: list[str] = []
         if isinstance(request, TextRequest):
-            return ignored
-        ignored += [
-            f"chat_template_kwargs.{name}"
-            for name in request.chat_template_kwargs or ()
-            if not self._tokenizer.template.takes(name)
-        ]
-        if request.reasoning_effort is not None and not any(
-            map(self._tokenizer.template.knows, _EFFORT_VARIABLES)
-        ):
+            return []
+        template, arguments = self.tokenizer.template, request.chat_template_kwargs or ()
+        ignored = [f"chat_template_kwargs.{name}" for name in arguments if not template.takes(name)]
+        if request.reasoning_effort is not None and not any(map(template.knows, _EFFORT_VARIABLES)):
             ignored.append("reasoning_effort")
         if request.thinking_token_budget is not None and (
-            request.thinking_limit is None or self._tokenizer.template.thought_tags is None
+            request.thinking_limit is None or template.thought_tags is None
         ):
             ignored.append("thinking_token_budget")
-        for name in ("name", "reasoning_content"):
-            if name not in self._tokenizer.template.fields:
-                for message in request.messages:
-                    if getattr(message, name):
-                        ignored.append(f"messages.{name}")
-                        break
-        return ignored
+        return ignored + [
+            f"messages.{name}"
+            for name in ("name", "reasoning_content")
+            if name not in template.fields and any(getattr(message, name) for message in request.messages)
+        ]
 
     def _recorded(self, message: Message, index: int) -> ChatMessage:
         """Raises: InvalidRequest where it has tool calls, and the chat template would not show them."""
-        fields = self._tokenizer.template.fields
+        fields = self.tokenizer.template.fields
         if message.tool_calls and "tool_calls" not in fields:
             param = f"messages[{index}].tool_calls"
             raise InvalidRequest(
@@ -435,50 +405,33 @@ class PromptBuilder:
         self, request: TextRequest, record: SessionRecord | None, mode: str, model: ModelSpec
     ) -> Prompt:
         (prompt,) = request.prompts
-        if isinstance(prompt, str):
-            token_ids = tuple(self._tokenizer.encode(prompt, max_model_len=model.max_model_len))
+        if is_text := isinstance(prompt, str):
+            token_ids = tuple(self.tokenizer.encode(prompt, max_model_len=model.max_model_len))
             text = prompt
         else:
-            token_ids, text = tuple(prompt), ""
-            wrong = [token_id for token_id in token_ids if token_id >= model.vocab_size]
-            if wrong:
+            token_ids = tuple(prompt)
+            wrong = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
+            if wrong is not None:
                 raise InvalidRequest(
-                    f"prompt has token {wrong[0]}; the vocabulary has ids 0 to {model.vocab_size - 1}",
+                    f"prompt has token {wrong}; the vocabulary has ids 0 to {model.vocab_size - 1}",
                     param="prompt",
                 )
-            text = self._tokenizer.decode(token_ids)
+            text = self.tokenizer.decode(token_ids)
         if record is not None:
-            token_ids, text = self._continued(record, mode, prompt, token_ids, text)
+            known = record.token_ids
+            begins = text.startswith(record.text) if is_text else token_ids[: len(known)] == known
+            appends = mode == "append" or (mode == "auto" and not begins)
+            if appends or (begins and is_text):
+                rest = text if appends else text[len(record.text) :]
+                token_ids = known + (self._encode_rest(rest) if is_text else token_ids)
+                text = record.text + rest
         if not token_ids:
             raise InvalidRequest("prompt has no tokens; it must have at least one", param="prompt")
         return Prompt(kind="text", token_ids=token_ids, text=text)
 
-    def _continued(
-        self,
-        record: SessionRecord,
-        mode: str,
-        prompt: str | list[int],
-        token_ids: tuple[int, ...],
-        text: str,
-    ) -> tuple[tuple[int, ...], str]:
-        """A text prompt of a session with turns."""
-        if isinstance(prompt, str):
-            restates = text.startswith(record.text)
-            if restates and mode != "append":
-                return record.token_ids + self._encode_rest(text[len(record.text) :]), text
-        else:
-            restates = token_ids[: len(record.token_ids)] == record.token_ids
-        if mode == "append" or (mode == "auto" and not restates):
-            added = self._encode_rest(prompt) if isinstance(prompt, str) else token_ids
-            return record.token_ids + added, record.text + text
-        return token_ids, text
-
     def _encode_rest(self, text: str) -> tuple[int, ...]:
-        """Ids of text that continues another: without the ids that the tokenizer puts at a text's
-        beginning."""
-        if not text:
-            return ()
-        ids = self._tokenizer.encode(text)
+        """Ids of text that continues another: without those that begin each text."""
+        ids = self.tokenizer.encode(text) if text else []
         num_added = len(self._added_ids)
         return tuple(ids[num_added:] if ids[:num_added] == self._added_ids else ids)
 
@@ -493,187 +446,3 @@ def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
 
     numbered = re.compile(r"messages\[(\d+)\]")
     return type(error)(numbered.sub(as_sent, error.message), param=numbered.sub(as_sent, error.param))
-
-
-_PREFIX_TOKENS = 64
-"""Of a prompt's end, for a parser of its answer."""
-_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-"""What chat templates have for `reasoning_effort`."""
-_FALLBACKS = ("rocketkv", "full")
-"""Methods in place of a default that does not go with the model."""
-
-
-AUTO = "auto"
-"""The method of requests that leave it to the router which one has their quality."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChosenPlan:
-    """A request's plan. Attributes: reason: why the router chose its method; empty where it had no choice."""
-
-    plan: CompressionPlan
-    reason: str = ""
-
-
-class PlanChooser:
-    """The server's default plan, the methods that requests may name, and their quality curves.
-
-    Raises: ConfigurationError where an option names a method that does not exist or is not allowed, or
-        quality curves cannot be read.
-    """
-
-    def __init__(self, config: RouterConfig) -> None:
-        known = method_names()
-        self.allowed = split_list(config.allowed_methods) or known
-        unknown = [name for name in (*self.allowed, config.default_method) if name not in known]
-        if unknown:
-            raise ConfigurationError(f"Unknown method {unknown[0]!r}; there are {', '.join(known)}")
-        if config.default_method not in self.allowed:
-            raise ConfigurationError(
-                f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
-            )
-        self._default_method = config.default_method
-        self._default_budget = Budget(tokens=config.default_token_budget or None)
-        try:
-            plan_for(config.default_method, budget=self._default_budget)
-        except InvalidRequest as error:
-            raise ConfigurationError(f"default_token_budget: {error.message}") from None
-
-        folders = [SHIPPED_CALIBRATION, *([Path(config.calibration)] if config.calibration else [])]
-        self._curves = CurveBook.read(folders)
-        self._fastest: FastestMethod | None = None
-        if config.machine:
-            from kvferry.services.router.completion.fastest import FastestMethod
-
-            self._fastest = FastestMethod(config.machine, config.link_gbits)
-
-    def all(self) -> tuple[CompressionPlan, ...]:
-        """The plan of each allowed method where a request gives no budget."""
-        return tuple(self._plan(KvCompression(), method) for method in self.allowed)
-
-    def default(self, model: ModelSpec) -> CompressionPlan:
-        """The plan of a prompt whose request says nothing of compression."""
-        return self._plan(KvCompression(), self.default_method(model))
-
-    def default_method(self, model: ModelSpec) -> str:
-        """The method of requests that name none: the server's default, if it goes with the model."""
-        fitting = applicable_methods(model.layers)
-        for method in (self._default_method, *_FALLBACKS, *self.allowed):
-            if method in fitting and method in self.allowed:
-                return method
-        return self._default_method
-
-    async def choose(
-        self,
-        wanted: KvCompression | None,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        *,
-        answer_tokens: int,
-    ) -> ChosenPlan:
-        """The plan of one prompt. Args: answer_tokens: how long the answer is likely to be at most.
-
-        Raises: InvalidRequest naming `kv_compression` or its field.
-        """
-        wanted = wanted or KvCompression()
-        if wanted.method == AUTO:
-            return await self._fastest_plan(wanted, prompt_token_ids, model, answer_tokens)
-        method = self._method(wanted, model)
-        if wanted.quality is None:
-            return ChosenPlan(plan=self._plan(wanted, method))
-        self._refuse_parameters(wanted)
-        return ChosenPlan(plan=await self._with_quality(wanted.quality, method, prompt_token_ids, model))
-
-    async def _fastest_plan(
-        self,
-        wanted: KvCompression,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        answer_tokens: int,
-    ) -> ChosenPlan:
-        """Of the methods with a curve, and full, which has every quality."""
-        if self._fastest is None or wanted.quality is None:
-            lacks = (
-                "the request has no quality" if self._fastest is not None else "the server has no --machine"
-            )
-            raise InvalidRequest(
-                f"kv_compression.method is 'auto', which needs a quality and times of this machine; {lacks}",
-                param="kv_compression.method",
-            )
-        self._refuse_parameters(wanted)
-        plans = []
-        for method in self._fastest.methods(self.allowed, model):
-            if method == "full":
-                plans.append(plan_for(method))
-            elif self._curves.find(model.fingerprint, method) is not None:
-                plans.append(await self._with_quality(wanted.quality, method, prompt_token_ids, model))
-        if not plans:
-            raise InvalidRequest(
-                "kv_compression.method is 'auto', and no allowed method has both a quality curve and times",
-                param="kv_compression.method",
-            )
-        num_tokens = len(prompt_token_ids)
-        chosen, reason = self._fastest.choose(
-            plans, model, prompt_tokens=num_tokens, answer_tokens=answer_tokens
-        )
-        return ChosenPlan(plan=chosen, reason=reason)
-
-    @staticmethod
-    def _refuse_parameters(wanted: KvCompression) -> None:
-        if wanted.parameters:
-            raise InvalidRequest(
-                "kv_compression.quality uses curves calibrated with the methods' own parameters; with "
-                "kv_compression.parameters give token_budget or retention",
-                param="kv_compression.quality",
-            )
-
-    async def _with_quality(
-        self, quality: float, method: str, prompt_token_ids: Sequence[int], model: ModelSpec
-    ) -> CompressionPlan:
-        curve = self._curve(method, model)
-        # In a thread, because it reads the whole prompt.
-        retention = await asyncio.to_thread(
-            curve.retention, quality, prompt_token_ids, vocab_size=model.vocab_size
-        )
-        return plan_for(method, budget=Budget(retention=retention))
-
-    def _plan(self, wanted: KvCompression, method: str) -> CompressionPlan:
-        """The plan where no quality is requested.
-
-        Raises: InvalidRequest naming `kv_compression` or its field.
-        """
-        budget = Budget(
-            tokens=wanted.token_budget,
-            retention=wanted.retention,
-            floor_tokens=wanted.min_token_budget,
-        )
-        if budget == Budget() and method == self._default_method:
-            budget = self._default_budget
-        return plan_for(method, budget=budget, overrides=wanted.parameters)
-
-    def _method(self, wanted: KvCompression, model: ModelSpec) -> str:
-        method = self.default_method(model) if wanted.method is None else wanted.method
-        if method not in self.allowed:
-            raise InvalidRequest(
-                f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",
-                param="kv_compression.method",
-            )
-        return method
-
-    def _curve(self, method: str, model: ModelSpec) -> QualityCurve:
-        curve = self._curves.find(model.fingerprint, method)
-        if curve is not None:
-            return curve
-        if not preset(method).takes_budget:
-            problem = f"was given for method {method!r}, which takes no budget"
-        else:
-            problem = (
-                f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
-                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
-                f"{method} --calibration DIR' and start the router with --calibration DIR"
-            )
-        calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
-        raise InvalidRequest(
-            f"kv_compression.quality {problem} (calibrated: {', '.join(calibrated) or 'none'})",
-            param="kv_compression.quality",
-        )
