@@ -6,9 +6,8 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.choice import ToolCall, Usage
+from kvferry.services.router.completion.choice import PromptLogprob, ToolCall, Usage
 from kvferry.services.router.completion.kv_report import KvReport
-from kvferry.services.router.completion.prompt_tokens import PromptLogprob
 
 ItemT = TypeVar("ItemT")
 

@@ -16,11 +16,10 @@ from typing_extensions import TypedDict
 
 from kvferry.services.router.completion import documents
 from kvferry.services.router.completion.chain import ResponseChain
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage, prompt_tokens
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.kv_report import KvReport, kv_report
 from kvferry.services.router.completion.plans import ChosenPlan
-from kvferry.services.router.completion.prompt_tokens import prompt_tokens
 from kvferry.services.router.completion.prompts import Preamble, Prompt
 from kvferry.services.router.completion.requests import (
     ChatRequest,
