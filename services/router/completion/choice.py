@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict
 
+from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.tools import read_arguments
 from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.control.messages import FinishReason
@@ -156,9 +157,8 @@ class Choice:
 
     Args:
         parser: splits the text, where the model has a form for its parts.
-        parallel_calls: whether there may be several calls; otherwise all but the first are left out.
-        shows_reasoning: whether deltas have the model's thoughts.
-        with_logprobs, with_token_ids: whether each token has a delta, even without text.
+        request: where it wants log-probabilities or token ids, each token has a delta, even without text; it
+            may leave out thoughts, and all calls but the first.
     """
 
     def __init__(
@@ -166,24 +166,20 @@ class Choice:
         index: int,
         turn: Turn,
         assembler: TextAssembler,
+        parser: AnswerParser | None,
         timer: RequestTimer,
-        *,
-        parser: AnswerParser | None = None,
-        parallel_calls: bool = True,
-        shows_reasoning: bool = True,
-        with_logprobs: bool = False,
-        with_token_ids: bool = False,
+        request: ChatRequest | TextRequest,
     ) -> None:
         self.index = index
         self.turn = turn
         self.text = ""
         self._assembler = assembler
         self._timer = timer
-        self._with_logprobs = with_logprobs
-        self._with_token_ids = with_token_ids
+        self._with_logprobs = request.num_alternatives is not None
+        self._with_token_ids = bool(request.return_token_ids)
         self._parser = parser
-        self._parallel_calls = parallel_calls
-        self._shows_reasoning = shows_reasoning
+        self._parallel_calls = request.parallel_tool_calls is not False
+        self._shows_reasoning = request.include_reasoning is not False
         self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.calls: list[ToolCall] = []
@@ -262,16 +258,12 @@ class Choice:
     def message(self) -> ChatMessage:
         """The answer as sessions record it."""
         fields: dict[str, Any] = {}
-        calls = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"])},
-            }
-            for call in self.calls
-        ]
-        if calls:
-            fields["tool_calls"] = calls
+        if self.calls:
+            fields["tool_calls"] = [
+                {**call, "function": {**given, "arguments": read_arguments(given["arguments"])}}
+                for call in self.calls
+                for given in (call["function"],)
+            ]
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning.strip()
         return ChatMessage("assistant", self.content, json.dumps(fields) if fields else "")

@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict
 
+from kvferry.services.router.completion.plans import ChosenPlan
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import why_full
@@ -72,23 +73,19 @@ def of_prompts(reports: Sequence[KvReport]) -> KvReport:
 
 
 def kv_report(
-    plan: CompressionPlan | None,
-    quality: float | None,
+    chosen: ChosenPlan | None,
     num_prompt_tokens: int,
     stats: Sequence[TurnStats],
     *,
     num_kept_bins: int = 0,
-    chosen: str = "",
     max_tokens: int | None = None,
 ) -> KvReport:
     """The report of one prompt.
 
     Args:
-        plan: the request's; None where it failed before it had one.
-        quality: the quality that the request gave.
+        chosen: the request's plan; None where it failed before it had one.
         stats: of each choice's turn.
         num_kept_bins: the request's `kv_kept_bins`.
-        chosen: why the router chose the method; empty where the request did.
         max_tokens: the answer's limit where it is below the request's.
     """
     first, method = stats[0].first, stats[0].method
@@ -100,15 +97,16 @@ def kv_report(
         **_together([_costs(turn) for turn in stats]),
         "max_tokens": max_tokens,
     }
-    if plan is not None:
-        if chosen and method in (plan.method, ""):
-            report["reason"] = chosen
+    if chosen is not None:
+        plan = chosen.plan
+        if chosen.reason and method in (plan.method, ""):
+            report["reason"] = chosen.reason
         elif method == "full":
             report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
         else:
             report["reason"] = _why_not_compress(plan, stats[0])
-        if quality is not None and plan.budget.retention is not None:
-            report["quality"], report["retention"] = quality, plan.budget.retention
+        if chosen.quality is not None and plan.budget.retention is not None:
+            report["quality"], report["retention"] = chosen.quality, plan.budget.retention
     if first is not None:
         report["history"], report["history_tier"] = first.history_source, first.history_tier or None
         if fractions := first.retained_fractions:

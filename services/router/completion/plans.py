@@ -17,7 +17,7 @@ from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.curves import CurveBook, QualityCurve
+from kvferry.shared.compression.curves import CurveBook
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
@@ -28,15 +28,23 @@ if TYPE_CHECKING:
 
 _FALLBACKS = ("rocketkv", "full")
 """Methods in place of a default that does not go with the model."""
+EXPECTED_ANSWER_TOKENS = 512
+"""Of most answers, by which the method "auto" compares times."""
 AUTO = "auto"
 """The method of requests that leave it to the router which one has their quality."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPlan:
-    """A request's plan. Attributes: reason: why the router chose its method; empty where it had no choice."""
+    """A request's plan.
+
+    Attributes:
+        quality: that the request gave.
+        reason: why the router chose the method; empty where the request did.
+    """
 
     plan: CompressionPlan
+    quality: float | None = None
     reason: str = ""
 
 
@@ -94,20 +102,28 @@ class PlanChooser:
         prompt_token_ids: Sequence[int],
         model: ModelSpec,
         *,
-        answer_tokens: int,
+        max_tokens: int | None,
     ) -> ChosenPlan:
-        """The plan of one prompt. Args: answer_tokens: how long the answer is likely to be at most.
+        """The plan of one prompt. Args: max_tokens: the request's limit of its answer; None without one.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
         wanted = wanted or KvCompression()
         if wanted.method == AUTO:
+            expected = EXPECTED_ANSWER_TOKENS if max_tokens is None else max(1, max_tokens)
+            answer_tokens = min(expected, EXPECTED_ANSWER_TOKENS)
             return await self._fastest_plan(wanted, prompt_token_ids, model, answer_tokens)
-        method = self._method(wanted, model)
+        method = self.default_method(model) if wanted.method is None else wanted.method
+        if method not in self.allowed:
+            raise InvalidRequest(
+                f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",
+                param="kv_compression.method",
+            )
         if wanted.quality is None:
             return ChosenPlan(plan=self._plan(wanted, method))
         self._refuse_parameters(wanted)
-        return ChosenPlan(plan=await self._with_quality(wanted.quality, method, prompt_token_ids, model))
+        plan = await self._with_quality(wanted.quality, method, prompt_token_ids, model)
+        return ChosenPlan(plan=plan, quality=wanted.quality)
 
     async def _fastest_plan(
         self,
@@ -118,9 +134,7 @@ class PlanChooser:
     ) -> ChosenPlan:
         """Of the methods with a curve, and full, which has every quality."""
         if self._fastest is None or wanted.quality is None:
-            lacks = (
-                "the request has no quality" if self._fastest is not None else "the server has no --machine"
-            )
+            lacks = "the server has no --machine" if self._fastest is None else "the request has no quality"
             raise InvalidRequest(
                 f"kv_compression.method is 'auto', which needs a quality and times of this machine; {lacks}",
                 param="kv_compression.method",
@@ -137,11 +151,9 @@ class PlanChooser:
                 "kv_compression.method is 'auto', and no allowed method has both a quality curve and times",
                 param="kv_compression.method",
             )
-        num_tokens = len(prompt_token_ids)
-        chosen, reason = self._fastest.choose(
-            plans, model, prompt_tokens=num_tokens, answer_tokens=answer_tokens
-        )
-        return ChosenPlan(plan=chosen, reason=reason)
+        sizes = {"prompt_tokens": len(prompt_token_ids), "answer_tokens": answer_tokens}
+        chosen, reason = self._fastest.choose(plans, model, **sizes)
+        return ChosenPlan(plan=chosen, quality=wanted.quality, reason=reason)
 
     @staticmethod
     def _refuse_parameters(wanted: KvCompression) -> None:
@@ -155,12 +167,28 @@ class PlanChooser:
     async def _with_quality(
         self, quality: float, method: str, prompt_token_ids: Sequence[int], model: ModelSpec
     ) -> CompressionPlan:
-        curve = self._curve(method, model)
+        if (curve := self._curves.find(model.fingerprint, method)) is None:
+            raise self._no_curve(method, model)
         # In a thread, because it reads the whole prompt.
         retention = await asyncio.to_thread(
             curve.retention, quality, prompt_token_ids, vocab_size=model.vocab_size
         )
         return plan_for(method, budget=Budget(retention=retention))
+
+    def _no_curve(self, method: str, model: ModelSpec) -> InvalidRequest:
+        if not preset(method).takes_budget:
+            problem = f"was given for method {method!r}, which takes no budget"
+        else:
+            problem = (
+                f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
+                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
+                f"{method} --calibration DIR' and start the router with --calibration DIR"
+            )
+        calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
+        return InvalidRequest(
+            f"kv_compression.quality {problem} (calibrated: {', '.join(calibrated) or 'none'})",
+            param="kv_compression.quality",
+        )
 
     def _plan(self, wanted: KvCompression, method: str) -> CompressionPlan:
         """The plan where no quality is requested.
@@ -175,30 +203,3 @@ class PlanChooser:
         if budget == Budget() and method == self._default_method:
             budget = self._default_budget
         return plan_for(method, budget=budget, overrides=wanted.parameters)
-
-    def _method(self, wanted: KvCompression, model: ModelSpec) -> str:
-        method = self.default_method(model) if wanted.method is None else wanted.method
-        if method not in self.allowed:
-            raise InvalidRequest(
-                f"kv_compression.method is {describe(method)}; it must be one of {', '.join(self.allowed)}",
-                param="kv_compression.method",
-            )
-        return method
-
-    def _curve(self, method: str, model: ModelSpec) -> QualityCurve:
-        curve = self._curves.find(model.fingerprint, method)
-        if curve is not None:
-            return curve
-        if not preset(method).takes_budget:
-            problem = f"was given for method {method!r}, which takes no budget"
-        else:
-            problem = (
-                f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
-                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
-                f"{method} --calibration DIR' and start the router with --calibration DIR"
-            )
-        calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
-        raise InvalidRequest(
-            f"kv_compression.quality {problem} (calibrated: {', '.join(calibrated) or 'none'})",
-            param="kv_compression.quality",
-        )

@@ -9,6 +9,7 @@ import pytest
 from typing_extensions import get_type_hints
 
 from kvferry.services.router.completion.kv_report import _ADDED, KvReport, kv_report, of_prompts
+from kvferry.services.router.completion.plans import ChosenPlan
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
@@ -29,7 +30,7 @@ TURN = TurnStats(first=FIRST, shipped_bytes=1000)
 
 def reason(turn: TurnStats, method: str = "kivi") -> str | None:
     budget = None if method == "kivi" else Budget(tokens=8)
-    report = kv_report(plan_for(method, budget=budget), None, 9, [turn])
+    report = kv_report(ChosenPlan(plan=plan_for(method, budget=budget)), 9, [turn])
     return report.get("reason")
 
 
@@ -58,12 +59,13 @@ def test_otherwise_there_is_no_reason(turn: TurnStats, method: str) -> None:
 
 
 def report_of(turn: TurnStats, num_tokens: int = 9, **options: Any) -> KvReport:
-    return kv_report(plan_for("rocketkv", budget=Budget(tokens=8)), None, num_tokens, [turn], **options)
+    chosen = ChosenPlan(plan=plan_for("rocketkv", budget=Budget(tokens=8)))
+    return kv_report(chosen, num_tokens, [turn], **options)
 
 
 def test_choices_of_a_prompt_add_up_by_key() -> None:
     other = replace(TURN, shipped_bytes=5, transfer_s=0.2, delta_bytes=3, smaller_budget=6, cache_bytes=4)
-    report = kv_report(plan_for("kivi"), None, 9, [TURN, replace(other, smaller_budget=7), other])
+    report = kv_report(ChosenPlan(plan=plan_for("kivi")), 9, [TURN, replace(other, smaller_budget=7), other])
     assert (report["prompt_tokens"], report["full_bytes"]) == (9, 1000), "of the prompt, not of each choice"
     assert (report["shipped_bytes"], report["cache_bytes"], report["delta_bytes"]) == (1010, 8, 6)
     assert (report["transfer_ms"], report["smaller_token_budget"]) == (200.0, 6)
