@@ -49,7 +49,7 @@ from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded

@@ -19,6 +19,7 @@ from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
+from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
@@ -84,7 +85,7 @@ async def create(
             prefer_prefill=earlier,
             priority=body.priority,
         )
-        stats = await services.runner.run(turn)
+        stats = await Turn(services.runner, turn).run()
         addresses = tuple(dict.fromkeys((stats.prefill_address, *earlier)))
         is_current = False
         try:

@@ -14,7 +14,7 @@ from kvferry.services.router.http.large_work import LargeWork
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.turn import TurnRunner
+from kvferry.services.router.turn.runner import TurnRunner
 from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import structlog
 import xxhash
 
-from kvferry.shared.control.messages import WorkerStatus
+from kvferry.shared.control.messages import DecodeControl, PrefillControl, WorkerStatus
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.serving import format_address, parse_address
@@ -48,13 +48,7 @@ _RESOLVE_INTERVAL_S = 5.0
 _RESOLVE_TIMEOUT_S = 5.0
 
 
-class WorkerClient(Protocol):
-    """The part of a client that the pool calls."""
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
-
-
-ClientT = TypeVar("ClientT", bound=WorkerClient)
+ClientT = TypeVar("ClientT", bound=PrefillControl | DecodeControl)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wir
 from kvtest.waiting import eventually
 
 from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
-from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.turn import Turn
 from kvferry.services.router.turn.worker_pool import NUM_NEAR, WorkerPool
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import (
@@ -140,10 +141,10 @@ async def test_a_cut_turn_yields_no_more_tokens_and_ends(workers: Workers) -> No
 
 
 async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers) -> None:
-    assert (await workers.runner.run(workers.request())).token_ids == expected(workers)
+    assert (await Turn(workers.runner, workers.request()).run()).token_ids == expected(workers)
     workers.script.may_prefill.clear()
     with pytest.raises(DeadlineExceeded):
-        await workers.runner.run(workers.request(time_s=0.1))
+        await Turn(workers.runner, workers.request(time_s=0.1)).run()
     assert workers.prefill.active == workers.decode.active == set()
 
 
@@ -153,7 +154,7 @@ async def test_workers_are_given_what_is_left_until_the_deadline(workers: Worker
             raise WorkerUnavailable("gone")
 
     workers.decode.faults = [lose]
-    await workers.runner.run(workers.request(time_s=20.0))
+    await Turn(workers.runner, workers.request(time_s=20.0)).run()
     for worker in (workers.prefill, workers.decode):
         first_s, again_s = worker.timeouts_s
         assert 0 < again_s < first_s <= 20.0
@@ -169,7 +170,7 @@ async def test_both_workers_are_told_all_that_the_turn_has_of_its_prompt(workers
         priority=2,
         session_base=SessionBase(router="r", commit_id="c"),
     )
-    await workers.runner.run(request)
+    await Turn(workers.runner, request).run()
     for worker, kind in ((workers.prefill, PrefillPrompt), (workers.decode, TurnPrompt)):
         (told,) = worker.requests
         names = [field.name for field in fields(kind)]
