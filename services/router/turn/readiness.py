@@ -13,9 +13,8 @@ from collections.abc import Callable
 import structlog
 
 from kvferry.services.router.turn.attempt import TurnRequest
-from kvferry.services.router.turn.runner import TurnRunner
+from kvferry.services.router.turn.runner import TurnRunner, served_model
 from kvferry.services.router.turn.turn import Turn
-from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec

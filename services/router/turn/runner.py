@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import structlog
 import xxhash
 
 from kvferry.services.router.turn.attempt import TurnStats
-from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool, served_model
+from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool, fits
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     DecodeControl,
@@ -193,6 +194,44 @@ class TurnRunner:
             lambda client: client.drop_session(session, timeout_s=_DROP_TIMEOUT_S),
             failed="history not dropped",
         )
+
+
+def shared_version(
+    prefill: WorkerPool[Any], decode: WorkerPool[Any], fingerprint: str, *, prefer: Sequence[str] = ()
+) -> int | None:
+    """The block protocol in which a turn's two workers will exchange KV, which must be the same; None where
+    no pair of ready workers has one. During an upgrade there may be several: that of the first preferred
+    prefill worker, else the one of which there are most pairs, the newest of equals."""
+    at_prefill, at_decode = prefill.versions(fingerprint), decode.versions(fingerprint)
+    pairs = {version: min(count, at_decode[version]) for version, count in at_prefill.items()}
+    shared = {version: count for version, count in pairs.items() if count}
+    for address in prefer if len(shared) > 1 else ():
+        worker = prefill.worker(address)
+        if worker is not None and worker.version in shared and fits(worker, fingerprint, None):
+            return worker.version
+    return max(shared, key=lambda version: (shared[version], version), default=None)
+
+
+def served_model(
+    prefill: WorkerPool[Any], decode: WorkerPool[Any], *, ready_only: bool = False
+) -> ModelSpec | None:
+    """The model that workers of both roles have; during a rollout, the one that more of them have.
+
+    Args: ready_only: ignore workers that are not ready now.
+    """
+    for only in (True,) if ready_only else (True, False):
+        prefill_models, decode_models = prefill.models(ready_only=only), decode.models(ready_only=only)
+        at_decode = Counter({spec.fingerprint: count for spec, count in decode_models.items()})
+        shared = [
+            spec
+            for spec in prefill_models
+            if at_decode[spec.fingerprint]
+            and not (only and shared_version(prefill, decode, spec.fingerprint) is None)
+        ]
+        if shared:
+            widths = {spec: prefill_models[spec] + at_decode[spec.fingerprint] for spec in shared}
+            return max(shared, key=lambda spec: (widths[spec], spec.fingerprint))
+    return None
 
 
 async def _asked(

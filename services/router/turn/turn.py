@@ -28,8 +28,8 @@ from kvferry.services.router.turn.attempt import (
     TurnRequest,
     TurnStats,
 )
-from kvferry.services.router.turn.runner import TurnRunner
-from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool, shared_version
+from kvferry.services.router.turn.runner import TurnRunner, shared_version
+from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool
 from kvferry.shared.control.messages import DecodeControl, FinishReason, FirstToken
 from kvferry.shared.errors import (
     CapacityExceeded,
