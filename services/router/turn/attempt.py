@@ -167,6 +167,10 @@ class Attempt:
 
     Attributes:
         failed_role: the worker that ended the attempt; None while nothing failed.
+
+    Args:
+        other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
+        share: with the other choices of the request, of which this is the first.
     """
 
     def __init__(
@@ -178,10 +182,6 @@ class Attempt:
         other_decode: Callable[[KvferryError], Worker[DecodeControl] | None],
         share: PromptShare | None = None,
     ) -> None:
-        """Args:
-        other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
-        share: with the other choices of the request, of which this is the first.
-        """
         self.prefill = prefill
         self.decode = decode
         self.instance_ids: dict[Role, str] = {"prefill": prefill.instance_id, "decode": decode.instance_id}
@@ -189,7 +189,7 @@ class Attempt:
         self.worker_request_id = f"{request.request_id}.{secrets.token_hex(4)}"
         self.failed_role: Role | None = None
         self._request = request
-        self._stats = stats
+        self.stats = stats
         self._due_index: int | None = None
         self._accepted = False
         self._other_decode = other_decode
@@ -205,15 +205,14 @@ class Attempt:
         """Raises: KvferryError, with `failed_role` set."""
         with self.prefill.busy():
             try:
-                moves = True
-                while moves:
-                    moves = False
+                while True:
                     try:
                         async with aclosing(self._decoded()) as events:
                             async for event in events:
                                 yield event
+                        return
                     except (WorkerUnavailable, TransferFailed) as error:
-                        if not (moves := self._moves(error)):
+                        if not self._moves(error):
                             raise
             finally:
                 if self._shipping is not None:
@@ -224,8 +223,7 @@ class Attempt:
         shipping = self._shipping
         if self._accepted or self._is_redirecting or shipping is None or shipping.done():
             return False
-        decode = self._other_decode(error)
-        if decode is None:
+        if (decode := self._other_decode(error)) is None:
             return False
         self.decode, self.instance_ids["decode"], self.failed_role = decode, decode.instance_id, None
         return True
@@ -259,18 +257,13 @@ class Attempt:
                                     yield self._in_order(token)
                                 case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
                                     await self.shipped()
-                                    self._stats.cache_bytes = cache_bytes
+                                    self.stats.cache_bytes = cache_bytes
                                     finished = True
                                     yield Finished(reason=reason)
                         if not finished:
                             raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
                     await _cancel(accepting)
-
-    @property
-    def first(self) -> FirstToken | None:
-        """Prefill's answer for the prompt."""
-        return self._stats.first
 
     async def shipped(self) -> None:
         """Wait until prefill has sent everything, or was lost after it had."""
@@ -344,7 +337,7 @@ class Attempt:
 
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
-        stats = self._stats
+        stats = self.stats
         request = self._told(PrefillRequest, ticket=ticket, siblings=self._siblings)
         stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
         sent, first = False, self._first
@@ -358,8 +351,11 @@ class Attempt:
                                 stats.prefill_s += event.prefill_s
                                 self.sibling_tokens = event.sibling_tokens
                                 first.set_result(event.token)
-                            case TransferDone():
-                                self._count(event)
+                            case TransferDone(delta_bytes=delta_bytes):
+                                stats.shipped_bytes += sum(event.bytes_by_kind.values())
+                                stats.transfer_s += event.transfer_s
+                                if delta_bytes is not None:
+                                    stats.delta_bytes = (stats.delta_bytes or 0) + delta_bytes
                                 sent = True
                 if not (sent and first.done()):
                     raise WorkerUnavailable("Prefill's stream ended before its transfer did")
@@ -367,13 +363,6 @@ class Attempt:
                 if not (self._accepted and first.done()):
                     raise
                 self._log.warning("prefill lost after its transfer", error=error.message)
-
-    def _count(self, event: TransferDone) -> None:
-        stats = self._stats
-        stats.shipped_bytes += sum(event.bytes_by_kind.values())
-        stats.transfer_s += event.transfer_s
-        if event.delta_bytes is not None:
-            stats.delta_bytes = (stats.delta_bytes or 0) + event.delta_bytes
 
     # ---- decode ------------------------------------------------------------------------------------------
 
@@ -395,7 +384,7 @@ class Attempt:
             raise WorkerUnavailable("Decode ended the turn without a ticket")
         granted = event.ticket.plan.plan.budget.tokens if event.ticket.plan is not None else None
         if granted is not None and granted < (self._request.plan.budget.tokens or 0):
-            self._stats.smaller_budget = min(granted, self._stats.smaller_budget or granted)
+            self.stats.smaller_budget = min(granted, self.stats.smaller_budget or granted)
         return event.ticket
 
     async def _acceptance(self, decoding: AsyncGenerator[GenerateEvent, None]) -> None:
@@ -433,7 +422,7 @@ class SiblingAttempt(Attempt):
         return super()._generate(start)
 
     async def _ship(self, ticket: Ticket) -> None:
-        self._stats.first = self._sharing.first
+        self.stats.first = self._sharing.stats.first
         self._first.set_result(self._token)
 
 
@@ -474,11 +463,9 @@ def _raise_failure(tasks: tuple[asyncio.Task[Any], ...]) -> None:
         raise next((error for error in failed if isinstance(error, WorkerUnavailable)), failed[0])
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    """End tasks, so that the streams they read can be closed."""
-    for task in tasks:
-        task.cancel()
-    ended, _ = await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
-    for task in ended:
-        if not task.cancelled():
-            task.exception()  # retrieved, or asyncio would log it
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """End a task, so that the stream it reads can be closed."""
+    task.cancel()
+    await asyncio.wait((task,), timeout=_CLOSE_TIMEOUT_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieved, or asyncio would log it
