@@ -258,6 +258,7 @@ class PrefillPrompt(TurnPrompt):
             the rows; None where it retains none.
         session_base: what the turn continues; the worker refuses it where another router has acknowledged a
             turn beyond that. None: there is one router, or the prompt is the whole conversation.
+        siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
     document: SessionKey | None = None
@@ -268,20 +269,16 @@ class PrefillPrompt(TurnPrompt):
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
     session_base: SessionBase | None = None
+    siblings: tuple[SamplingParams, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest(PrefillPrompt):
-    """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
-
-    Attributes:
-        siblings: of completions of the same prompt whose first tokens are sampled, too.
-    """
+    """Router to prefill: run the prompt, compress its KV, ship it and return the first token."""
 
     request_id: str
     model_fingerprint: str
     ticket: Ticket
-    siblings: tuple[SamplingParams, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

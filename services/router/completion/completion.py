@@ -36,7 +36,7 @@ from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionLease
-from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, PromptShare, TurnRequest
+from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
@@ -228,9 +228,10 @@ class Completion:
     def _begin_choices(self, turn: TurnRequest, prompt: Prompt) -> None:
         services, request = self.services, self.request
         samplings = [with_seed_of(turn.sampling, index) for index in range(request.n or 1)]
-        share = PromptShare(tuple(samplings[1:])) if len(samplings) > 1 else None
+        share = asyncio.get_running_loop().create_future() if len(samplings) > 1 else None
         for index, sampling in enumerate(samplings):
-            of_choice = replace(turn, sampling=sampling)
+            siblings = () if index else tuple(samplings[1:])
+            of_choice = replace(turn, sampling=sampling, siblings=siblings)
             if index == 0 and (implicit := self._implicit) is not None:
                 of_choice = replace(of_choice, session=implicit.key, retained_as=implicit.retained_as)
             parser = services.prompts.answer_parser(request, prompt)

@@ -46,7 +46,7 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.version import VERSION
-from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.sampling.params import SampledToken
 
 _Told = TypeVar("_Told", GenerateRequest, PrefillRequest)
 
@@ -116,27 +116,9 @@ class TurnStats:
         return self.first.method if self.first is not None else ""
 
 
-class PromptShare:
-    """Through it the first of several choices lets the others begin with the prompt's KV that it has brought.
-
-        open ──► accepted: decode has the prompt of this attempt; the others begin there
-          └────► closed: each of the others has the prompt run for itself
-
-    Args: siblings: of the other choices.
-    """
-
-    def __init__(self, siblings: tuple[SamplingParams, ...]) -> None:
-        self.siblings = siblings
-        self._attempt: asyncio.Future[Attempt | None] = asyncio.get_running_loop().create_future()
-
-    def accept(self, attempt: Attempt | None) -> None:
-        """Decode has the prompt of the first choice's attempt; None closes. The first call counts."""
-        if not self._attempt.done():
-            self._attempt.set_result(attempt)
-
-    async def attempt(self) -> Attempt | None:
-        """Wait for the attempt to begin from; None: there will be none."""
-        return await asyncio.shield(self._attempt)
+PromptShare = asyncio.Future["Attempt | None"]
+"""Of several choices: the first one's attempt, once decode has the prompt, with which the others begin; None
+has each of the others run the prompt for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +152,7 @@ class Attempt:
 
     Args:
         other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
-        share: with the other choices of the request, of which this is the first.
+        share: with the request's `siblings`, which gets this attempt.
     """
 
     def __init__(
@@ -194,7 +176,6 @@ class Attempt:
         self._accepted = False
         self._other_decode = other_decode
         self._share = share
-        self._siblings = share.siblings if share is not None else ()
         self.sibling_tokens: tuple[SampledToken, ...] = ()
         self._is_redirecting = False
         self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
@@ -246,9 +227,9 @@ class Attempt:
                         yield self._in_order(self._first.result())
                     with self._blaming("decode"):
                         await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
-                    if self._share is not None:
-                        has_tokens = len(self.sibling_tokens) == len(self._siblings)
-                        self._share.accept(self if has_tokens else None)
+                    if self._share is not None and not self._share.done():
+                        has_tokens = len(self.sibling_tokens) == len(self._request.siblings)
+                        self._share.set_result(self if has_tokens else None)
                     finished = False
                     with self._blaming("decode"):
                         async for event in decoding:
@@ -337,10 +318,9 @@ class Attempt:
 
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
-        stats = self.stats
-        request = self._told(PrefillRequest, ticket=ticket, siblings=self._siblings)
+        stats, first, sent = self.stats, self._first, False
+        request = self._told(PrefillRequest, ticket=ticket)
         stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
-        sent, first = False, self._first
         with self._blaming("prefill"):
             try:
                 async with aclosing(stream):
@@ -373,7 +353,7 @@ class Attempt:
             GenerateRequest,
             store_history=session is not None and not is_implicit,
             session=self._request.retained_as if is_implicit else session,
-            num_siblings=len(self._siblings),
+            num_siblings=len(self._request.siblings),
             shares=shares,
         )
         return self.decode.client.generate(request, timeout_s=self._remaining_s())
@@ -406,13 +386,11 @@ class SiblingAttempt(Attempt):
     """An attempt that begins with the prompt's KV which another choice's attempt has brought to decode.
 
     It runs no prompt and ships nothing; where it fails, the turn goes on with an attempt of its own.
+
+    Args: first: whose prompt decode has accepted; number: of this choice among its siblings, from 0.
     """
 
     def __init__(self, first: Attempt, number: int, request: TurnRequest, stats: TurnStats) -> None:
-        """Args:
-        first: of the first choice; decode has accepted its prompt.
-        number: of this choice among its siblings, from 0.
-        """
         super().__init__(first.prefill, first.decode, request, stats, lambda error: None)
         self._sharing = first
         self._token = first.sibling_tokens[number]

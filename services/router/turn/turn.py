@@ -167,7 +167,7 @@ class Turn:
         attempt: Attempt | None = None
         if share is not None and self._number:
             self._share = None
-            if (first := await share.attempt()) is not None:
+            if (first := await asyncio.shield(share)) is not None:
                 attempt = SiblingAttempt(first, self._number - 1, self.request, stats)
         attempt = self._attempt = attempt or self._next_attempt()
         stats.prefill_address, stats.decode_address = attempt.prefill.address, attempt.decode.address
@@ -196,9 +196,9 @@ class Turn:
 
     def _close_share(self) -> None:
         """Let choices that still wait for this one's prompt go on alone."""
-        if self._share is not None:
-            self._share.accept(None)
-            self._share = None
+        if self._share is not None and not self._share.done():
+            self._share.set_result(None)
+        self._share = None
 
     def _other_decode(self, error: KvferryError) -> Worker[DecodeControl] | None:
         """A ready decode worker that may take over the running attempt; None where a replay is better."""
@@ -320,7 +320,8 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
             most = request.max_reused_tokens
             reused = first.reused_tokens if most is None else min(most, first.reused_tokens)
             request = replace(request, max_reused_tokens=reused)
-    return replace(request, prompt_token_ids=prompt, sampling=sampling, session=session, prompt_logprobs=None)
+    changes: dict[str, Any] = {"session": session, "prompt_logprobs": None, "siblings": ()}
+    return replace(request, prompt_token_ids=prompt, sampling=sampling, **changes)
 
 
 def _is_refusal(error: KvferryError) -> bool:
