@@ -51,7 +51,7 @@ from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.tokenizer import ChatTokenizer

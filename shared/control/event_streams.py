@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
-from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, EventsRequest, GenerateEvent
+from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, GenerateEvent
 from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
 
 EVENTS_KEY = "kvferry-events"
@@ -91,27 +91,26 @@ class EventStreams:
         """The stream that a call names; None: its events go to the call's own stream."""
         return None if self._is_ending else self._streams.get(stream_id)
 
-    async def events(
-        self, request: EventsRequest, *, timeout_s: float
-    ) -> AsyncGenerator[EventsOfCalls, None]:
+    async def events(self, stream_id: str, *, timeout_s: float) -> AsyncGenerator[EventsOfCalls, None]:
         """The method Events. Has no deadline.
 
+        Args: stream_id: which calls name; it must be hard to guess.
         Raises: InvalidRequest: there is such a stream.
         """
-        if request.stream_id in self._streams:
+        if stream_id in self._streams:
             raise InvalidRequest(
                 "stream_id is that of an open stream; it must be a new one", param="stream_id"
             )
-        stream = self._streams[request.stream_id] = EventStream()
+        stream = self._streams[stream_id] = EventStream()
         try:
             # an empty message would be a sign of life only
-            yield EventsOfCalls(ended=(request.stream_id,))
+            yield EventsOfCalls(ended=(stream_id,))
             while stream.is_used or not self._is_ending:
                 taken = await stream.take()
                 if taken.events or taken.ended:
                     yield taken
         finally:
-            del self._streams[request.stream_id]
+            del self._streams[stream_id]
             stream.close()
 
     def end(self) -> None:

@@ -1,20 +1,15 @@
-"""The control messages between router, prefill and decode, and the two interfaces whose calls carry them.
+"""The control messages between router, prefill and decode, which the calls of `calls.py` carry.
 
 Between processes they travel as the messages of the same names in `proto/control.proto`, converted by
 `codec.py`; in one process they are passed as they are. A new field needs a line here and one in
 `control.proto`. Times are in seconds, sizes in bytes.
-
-The services themselves and their gRPC clients implement the interfaces. Streams are async generators: closing
-one, or cancelling the task that reads it, cancels the work behind it and frees its memory. `timeout_s` is the
-deadline of the whole call. Errors are those of `shared.errors` on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
@@ -22,13 +17,10 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 ReuseSource = Literal["session", "document", "prefix"]
-"""Whose KV a request reuses: its session's, its document's, or that of another session of the same API
-key."""
+"""Whose KV a request reuses: its session's, its document's, or another session's of the same API key."""
 HistorySource = Literal["recompute", "fetch", "delta"]
 """How prefill got the session's KV: computed again, loaded from the history store, or loaded and shipped
 without the rows that decode still retains."""
-
-
 IMPLICIT_PREFIX = "implicit/"
 
 
@@ -193,17 +185,6 @@ GenerateEvent = TicketIssued | TransferAccepted | TokenGenerated | GenerationFin
 
 
 @dataclass(frozen=True, kw_only=True)
-class EventsRequest:
-    """Open a stream for the events of many calls of Generate. Part of the protocol over gRPC alone.
-
-    Attributes:
-        stream_id: which calls name; it must be hard to guess.
-    """
-
-    stream_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class EventOfCall:
     """An event of one call of Generate, by the id that the call was sealed with."""
 
@@ -213,7 +194,7 @@ class EventOfCall:
 
 @dataclass(frozen=True, kw_only=True)
 class EventsOfCalls:
-    """What calls of Generate would have sent since the message before.
+    """What calls of Generate would have sent since the message before. Part of the protocol over gRPC alone.
 
     Attributes:
         events: each call's in order.
@@ -463,70 +444,5 @@ class WorkerStatus:
     draining: bool = False
 
 
-# ---- calls -----------------------------------------------------------------------------------------------
-
 calling_router: ContextVar[str] = ContextVar("calling_router", default="")
 """The name of the router whose call a worker answers; empty where it gave none."""
-
-
-class DecodeControl(Protocol):
-    """The calls that a decode worker answers."""
-
-    def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Reserve memory, receive the prompt's KV or copy the one that the request shares, decode. Yields
-        TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request stores
-        history, HistoryReturned."""
-        ...
-
-    async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        """End a completion early; `generate` still yields its last events. An unknown id is no error."""
-        ...
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Free the KV retained for a session; returns what was retained."""
-        ...
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
-
-
-class PrefillControl(Protocol):
-    """The calls that a prefill worker answers."""
-
-    def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
-        """Run a prompt, compress and ship its KV. Yields FirstToken, then TransferDone."""
-        ...
-
-    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
-        """Send a running request's blocks to another reservation. The prompt is not run again.
-
-        Raises:
-            TransferFailed: the request is not running, its blocks are no longer in the buffer, or the other
-                reservation is not for the same plan ("resend").
-        """
-        ...
-
-    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
-        """Publish the history that a turn staged as the session's record."""
-        ...
-
-    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        """Discard the history that a turn staged. An unknown id is no error."""
-        ...
-
-    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
-
-    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
-        """How many of a prompt's first tokens are stored for its owner; without their size."""
-        ...
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""
-        ...
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """Refuse other routers' turns that would continue these sessions without the turns."""
-        ...
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo: ...
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...

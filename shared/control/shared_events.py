@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
-from kvferry.shared.control.messages import EventsOfCalls, EventsRequest, GenerateEvent
+from kvferry.shared.control.messages import EventsOfCalls, GenerateEvent
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 
 REOPEN_S = 1.0
@@ -34,10 +34,10 @@ class SharedEvents:
 
     Calls that begin while it is not open use their own streams.
 
-    Args: call: the method Events.
+    Args: call: the method Events, with the id of a stream.
     """
 
-    def __init__(self, call: Callable[[EventsRequest], AsyncGenerator[EventsOfCalls, None]]) -> None:
+    def __init__(self, call: Callable[[str], AsyncGenerator[EventsOfCalls, None]]) -> None:
         self._call = call
         self._queues: dict[str, asyncio.Queue[Item]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -69,7 +69,7 @@ class SharedEvents:
     async def _read(self) -> None:
         stream_id, error = secrets.token_hex(16), "ended its stream of events"
         try:
-            async with aclosing(self._call(EventsRequest(stream_id=stream_id))) as messages:
+            async with aclosing(self._call(stream_id)) as messages:
                 async for message in messages:
                     self.stream_id, self._patience_s = stream_id, REOPEN_S
                     self._hand_out(message)

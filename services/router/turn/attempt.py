@@ -17,14 +17,13 @@ import structlog
 from kvferry.services.router.turn.worker_pool import Role, Worker
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
-    DecodeControl,
     FinishReason,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
-    PrefillControl,
     PrefillPrompt,
     PrefillRequest,
     RedirectRequest,

@@ -16,12 +16,11 @@ import xxhash
 
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool, fits
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
-    DecodeControl,
     PendingInfo,
     PendingTurns,
-    PrefillControl,
     PrefixRequest,
     SessionKey,
 )

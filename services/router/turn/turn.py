@@ -30,7 +30,8 @@ from kvferry.services.router.turn.attempt import (
 )
 from kvferry.services.router.turn.runner import TurnRunner, shared_version
 from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool
-from kvferry.shared.control.messages import DecodeControl, FinishReason, FirstToken
+from kvferry.shared.control.calls import DecodeControl
+from kvferry.shared.control.messages import FinishReason, FirstToken
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,

@@ -21,7 +21,8 @@ from typing import Any, Generic, Literal, TypeVar
 import structlog
 import xxhash
 
-from kvferry.shared.control.messages import DecodeControl, PrefillControl, WorkerStatus
+from kvferry.shared.control.calls import WorkerControl
+from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.serving import format_address, parse_address
@@ -46,7 +47,7 @@ _FOREIGN = ("damaged", "bad_answer")
 _RESOLVE_TIMEOUT_S = 5.0
 
 
-ClientT = TypeVar("ClientT", bound=PrefillControl | DecodeControl)
+ClientT = TypeVar("ClientT", bound=WorkerControl)
 
 
 @dataclass
