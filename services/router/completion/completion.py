@@ -334,7 +334,8 @@ class Completion:
             )
         if isinstance(request, TextRequest) and request.echo:
             shown = choice.prompt_tokens if request.logprobs is not None else None
-            self.events.put_nowait(choice.echo(prompt.text, shown.entries if shown is not None else None))
+            entries = shown.entries if shown is not None else None
+            self.events.put_nowait(choice.echo(prompt.begun.text, entries))
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""

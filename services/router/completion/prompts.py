@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
 from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
@@ -61,56 +61,38 @@ class Preamble:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The model's input, and what the session's record needs of it.
+    """The model's input.
 
     Attributes:
-        messages, assistant_ends: for chats, see `SessionRecord`.
-        text: for text completions.
-        preamble: the documents that a chat begins with.
-        template_inputs: see `SessionRecord`.
+        begun: the record of a session that ends with the prompt.
         keeps_thoughts: whether the chat template decides which thoughts of earlier answers the model sees.
         continues: an answer of the client's, with which a chat's prompt ends and the answer begins.
     """
 
-    kind: Literal["chat", "text"]
-    token_ids: tuple[int, ...]
-    messages: Messages = ()
-    assistant_ends: tuple[int, ...] = ()
-    text: str = ""
-    preamble: Preamble = Preamble()
-    template_inputs: str = ""
+    begun: SessionRecord
     keeps_thoughts: bool = False
     continues: ChatMessage | None = None
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.begun.token_ids
+
     def record(self, model: ModelSpec, completion: tuple[int, ...], answer: ChatMessage) -> SessionRecord:
         """The session after a turn that answered this prompt."""
-        token_ids = self.token_ids + completion
-        if self.kind == "chat":
+        begun, token_ids = self.begun, self.begun.token_ids + completion
+        if begun.kind == "chat":
             # The template leaves out most thoughts later: ids with them do not begin later prompts.
-            end = 0 if "reasoning_content" in answer.fields else len(token_ids)
+            ends = (*begun.assistant_ends, 0 if "reasoning_content" in answer.fields else len(token_ids))
             if not self.keeps_thoughts:
                 answer = answer.without("reasoning_content")
             if self.continues is not None:
                 answer = self.continues.continued(answer)
-            return SessionRecord(
-                kind="chat",
-                model_fingerprint=model.fingerprint,
-                token_ids=token_ids,
-                messages=(*self.messages, answer),
-                assistant_ends=(*self.assistant_ends, end),
-                document_ids=self.preamble.document_ids,
-                preamble=self.preamble.text,
-                template_inputs=self.template_inputs,
-            )
+            messages = (*begun.messages, answer)
+            return replace(begun, token_ids=token_ids, messages=messages, assistant_ends=ends)
         # A text continues where it ended, so the token that ended it is left out.
         while token_ids and token_ids[-1] in model.eos_token_ids:
             token_ids = token_ids[:-1]
-        return SessionRecord(
-            kind="text",
-            model_fingerprint=model.fingerprint,
-            token_ids=token_ids,
-            text=self.text + answer.content,
-        )
+        return replace(begun, token_ids=token_ids, text=begun.text + answer.content)
 
 
 class PromptBuilder:
@@ -273,7 +255,7 @@ class PromptBuilder:
             record = None
         if isinstance(request, ChatRequest):
             most = None if is_counted else model.max_model_len
-            return await work(partial(self._chat, request, record, mode, most, preamble))
+            return await work(partial(self._chat, request, record, mode, model, most, preamble))
         return await work(partial(self._text, request, record, mode, model))
 
     async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
@@ -304,6 +286,7 @@ class PromptBuilder:
         request: ChatRequest,
         record: SessionRecord | None,
         mode: str,
+        model: ModelSpec,
         max_model_len: int | None,
         preamble: Preamble | None,
     ) -> Prompt:
@@ -347,16 +330,18 @@ class PromptBuilder:
             )
         except InvalidRequest as error:
             raise _as_sent(error, len(before) + len(shown) - len(messages)) from None
-        return Prompt(
+        begun = SessionRecord(
             kind="chat",
+            model_fingerprint=model.fingerprint,
             token_ids=rendered.token_ids,
             messages=messages,
             assistant_ends=rendered.assistant_ends,
-            preamble=preamble,
+            document_ids=preamble.document_ids,
+            preamble=preamble.text,
             template_inputs=recorded_inputs,
-            keeps_thoughts="reasoning_content" in self.tokenizer.template.fields,
-            continues=continues,
         )
+        keeps_thoughts = "reasoning_content" in self.tokenizer.template.fields
+        return Prompt(begun=begun, keeps_thoughts=keeps_thoughts, continues=continues)
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
         """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
@@ -427,7 +412,10 @@ class PromptBuilder:
                 text = record.text + rest
         if not token_ids:
             raise InvalidRequest("prompt has no tokens; it must have at least one", param="prompt")
-        return Prompt(kind="text", token_ids=token_ids, text=text)
+        fingerprint = model.fingerprint
+        return Prompt(
+            begun=SessionRecord(kind="text", model_fingerprint=fingerprint, token_ids=token_ids, text=text)
+        )
 
     def _encode_rest(self, text: str) -> tuple[int, ...]:
         """Ids of text that continues another: without those that begin each text."""
