@@ -138,8 +138,7 @@ class Turn:
                     raise
                 if isinstance(error, HistoryMiss):  # it would be looked for again
                     self.request = replace(self.request, max_reused_tokens=0)
-                if not self._tries_elsewhere(error, attempt):
-                    await self._recover(error, attempt)
+                await self._recover(error, attempt)
             except (asyncio.CancelledError, GeneratorExit):
                 self._discard(attempt)
                 raise
@@ -243,20 +242,18 @@ class Turn:
             return "stop"
         return "length" if len(delivered) >= request.sampling.max_tokens else None
 
-    def _tries_elsewhere(self, error: KvferryError, attempt: Attempt) -> bool:
-        """Whether another worker may run the turn that this one has refused: it lacks room, is to end, or
-        does not know what it is to do. This is not a recovery."""
-        refuses = _is_refusal(error) or error.reason == REASON
-        if not refuses or self.stats.token_ids or attempt.failed_role is None:
-            return False
-        pool, _ = self._give_up(attempt.failed_role, attempt, error)
-        others = pool.ready_workers(self.request.model.fingerprint, attempt.prefill.version)
-        return any(worker.address not in self._avoid[attempt.failed_role] for worker in others)
-
     async def _recover(self, error: KvferryError, attempt: Attempt) -> None:
-        """Pause and wait for workers, or raise `error` where a replay would not help."""
+        """Have the next attempt avoid the worker that failed; raise `error` where a replay would not help."""
         stats, runner, role = self.stats, self._runner, attempt.failed_role
+        fingerprint = self.request.model.fingerprint
         refused = _is_refusal(error) and not stats.token_ids
+        drains = error.reason == REASON and not stats.token_ids
+        if role is not None and (refused or drains):
+            # The worker lacks room, is to end, or does not know what it is to do; this is not a recovery.
+            pool, _ = self._give_up(role, attempt, error)
+            others = pool.ready_workers(fingerprint, attempt.prefill.version)
+            if any(worker.address not in self._avoid[role] for worker in others):
+                return
         final = (
             not error.retryable
             or isinstance(error, DeadlineExceeded | SessionBusy | SessionPending)
@@ -276,7 +273,6 @@ class Turn:
         if self._end_of_tokens() is not None:
             return
         await asyncio.sleep(pause_s)
-        fingerprint = self.request.model.fingerprint
         await runner.prefill.wait_ready(fingerprint, timeout_s=runner.recovery_wait_s)
         await runner.decode.wait_ready(fingerprint, timeout_s=runner.recovery_wait_s)
 
