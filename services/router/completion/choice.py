@@ -24,7 +24,7 @@ from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:
-    from kvferry.shared.model.answer import AnswerParser, AnswerPart
+    from kvferry.shared.model.answer import AnswerParser
     from kvferry.shared.model.calls import CallPiece
 
 
@@ -216,26 +216,18 @@ class Choice:
             )
             self._offset += len(delta.token_text)
         token_ids = (token.token_id,) if self._with_token_ids else ()
-        if self._parser is not None:
-            before = len(self.reasoning), len(self._content)
-            parsed = self._parsed(self._parser.feed(delta.text), entries, token_ids)
-            self.num_reasoning_tokens += len(self.reasoning) > before[0] and len(self._content) == before[1]
-            return parsed
-        if not (delta.text or entries or token_ids):
-            return None
-        return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries, token_ids=token_ids)
+        before = len(self.reasoning), len(self._content)
+        added = self._added(delta.text, entries, token_ids)
+        self.num_reasoning_tokens += len(self.reasoning) > before[0] and len(self._content) == before[1]
+        return added
 
     def end(self, reason: FinishReason) -> Iterator[ChoiceDelta]:
         """The text held back, if any, and the choice's end."""
         rest = self._assembler.flush()
         self.text += rest
-        entries = () if self._with_logprobs else None
-        if self._parser is not None:
-            held = self._parsed([*self._parser.feed(rest), *self._parser.finish()], entries, ())
-            if held is not None and (held.text or held.reasoning or held.calls):
-                yield held
-        elif rest:
-            yield ChoiceDelta(index=self.index, text=rest, logprobs=entries)
+        held = self._added(rest, () if self._with_logprobs else None, ends=True)
+        if held is not None:
+            yield held
         yield ChoiceDelta(index=self.index, finish_reason=self.finish_reason)
 
     @property
@@ -268,25 +260,27 @@ class Choice:
             fields["reasoning_content"] = self.reasoning.strip()
         return ChatMessage("assistant", self.content, json.dumps(fields) if fields else "")
 
-    def _parsed(
+    def _added(
         self,
-        parts: Sequence[AnswerPart],
+        text: str,
         entries: tuple[TokenLogprob, ...] | None,
-        token_ids: tuple[int, ...],
+        token_ids: tuple[int, ...] = (),
+        *,
+        ends: bool = False,
     ) -> ChoiceDelta | None:
-        """What a text's parts add; None where nothing can be delivered."""
-        text, reasoning = (
-            "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
-        )
-        calls = [
-            delta
-            for part in parts
-            if part.call is not None and (delta := self._called(part.call)) is not None
-        ]
-        self._content += text
-        self.reasoning += reasoning
-        if not self._shows_reasoning:
-            reasoning = ""
+        """What a text adds, in parts where there is a parser; None where nothing can be delivered."""
+        reasoning, calls = "", list[ToolCallDelta]()
+        if self._parser is not None:
+            parts = [*self._parser.feed(text), *(self._parser.finish() if ends else ())]
+            text, reasoning = (
+                "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
+            )
+            called = [self._called(part.call) for part in parts if part.call is not None]
+            calls = [delta for delta in called if delta is not None]
+            self._content += text
+            self.reasoning += reasoning
+            if not self._shows_reasoning:
+                reasoning = ""
         if not (text or reasoning or calls or entries or token_ids):
             return None
         return ChoiceDelta(
