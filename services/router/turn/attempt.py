@@ -210,10 +210,9 @@ class Attempt:
 
     async def _decoded(self) -> AsyncGenerator[TurnEvent, None]:
         """The events of the attempt with one decode worker."""
-        with self.decode.busy():
+        with self.decode.busy(), self._blaming("decode"):
             async with aclosing(self._generate()) as decoding:
-                with self._blaming("decode"):
-                    ticket = await self._ticket(decoding)
+                ticket = await self._ticket(decoding)
                 if self._shipping is None:
                     yield Admitted()
                     self._shipping = asyncio.create_task(self._ship(ticket))
@@ -224,24 +223,22 @@ class Attempt:
                     if self._due_index is None:
                         await _until(self._first, self._shipping, accepting)
                         yield self._in_order(self._first.result())
-                    with self._blaming("decode"):
-                        await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
+                    await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
                     if self._share is not None and not self._share.done():
                         has_tokens = len(self.sibling_tokens) == len(self._request.siblings)
                         self._share.set_result(self if has_tokens else None)
                     finished = False
-                    with self._blaming("decode"):
-                        async for event in decoding:
-                            match event:
-                                case TokenGenerated(token=token):
-                                    yield self._in_order(token)
-                                case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
-                                    await self.shipped()
-                                    self.stats.cache_bytes = cache_bytes
-                                    finished = True
-                                    yield Finished(reason=reason)
-                        if not finished:
-                            raise WorkerUnavailable("Decode's stream ended before the completion did")
+                    async for event in decoding:
+                        match event:
+                            case TokenGenerated(token=token):
+                                yield self._in_order(token)
+                            case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
+                                await self.shipped()
+                                self.stats.cache_bytes = cache_bytes
+                                finished = True
+                                yield Finished(reason=reason)
+                    if not finished:
+                        raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
                     await _cancel(accepting)
 
