@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -20,6 +21,7 @@ from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.control.messages import FinishReason
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import RouterMetrics
 
@@ -175,6 +177,7 @@ class Choice:
         self.text = ""
         self._assembler = assembler
         self._timer = timer
+        self._request = request
         self._with_logprobs = request.num_alternatives is not None
         self._with_token_ids = bool(request.return_token_ids)
         self._parser = parser
@@ -190,10 +193,26 @@ class Choice:
         self._offset = 0
         self._last_token_s: float | None = None
 
-    def echo(self, text: str, entries: tuple[TokenLogprob, ...] | None) -> ChoiceDelta:
-        """Put the prompt before the first token."""
+    async def show_prompt(
+        self, text: str, token_ids: tuple[int, ...], tokenizer: ChatTokenizer
+    ) -> ChoiceDelta | None:
+        """Decode the prompt's tokens, and return what comes before the first token, where the request wants
+        that."""
+        request, first = self._request, self.turn.stats.first
+        assert first is not None, "there is a first token"
+        if request.num_prompt_alternatives is not None:
+            self.prompt_tokens = await asyncio.to_thread(
+                prompt_tokens,
+                token_ids,
+                first.prompt_logprobs,
+                TextAssembler(tokenizer),
+                num_listed=request.num_alternatives or 0,
+            )
+        if not isinstance(request, TextRequest) or not request.echo:
+            return None
+        shown = self.prompt_tokens if request.logprobs is not None else None
         self.text, self._offset = text, len(text)
-        return ChoiceDelta(index=self.index, text=text, logprobs=entries)
+        return ChoiceDelta(index=self.index, text=text, logprobs=shown.entries if shown is not None else None)
 
     def token(self, token: SampledToken) -> ChoiceDelta | None:
         """Take the next token; returns what it adds, None while nothing can be delivered."""
@@ -327,6 +346,15 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details={"cached_tokens": cached_tokens},
+    )
 
 
 class PromptLogprob(TypedDict):

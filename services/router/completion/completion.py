@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from kvferry.services.router.completion import documents
 from kvferry.services.router.completion.chain import ResponseChain
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage, prompt_tokens
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage, usage_of
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.kv_report import KvReport, kv_report
 from kvferry.services.router.completion.plans import ChosenPlan
@@ -72,6 +72,7 @@ class Completion:
         first_index: of its choices, where they are part of a response's.
         chain: what the answer continues and is stored as, where the request came by the Responses API.
         events: deltas, then one CompletionEnd or one error. The reader may add None to wake itself.
+        tell_end: takes the last of them.
     """
 
     services: Services
@@ -87,6 +88,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.events: asyncio.Queue[CompletionEvent | None] = asyncio.Queue()
+        self.tell_end: Callable[[CompletionEnd | KvferryError], None] = self.events.put_nowait
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
@@ -149,7 +151,7 @@ class Completion:
             self._closed = True
             self.timer.close()
             if event is not None:
-                self.events.put_nowait(event)
+                self.tell_end(event)
 
     async def _answer(self, lease: SessionLease | None) -> None:
         services, request = self.services, self.request
@@ -273,7 +275,6 @@ class Completion:
             raise failed[0]
 
     def _expire(self) -> None:
-        """The deadline has come."""
         if not self._cut_off(deadline_passed()) and self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
@@ -298,7 +299,11 @@ class Completion:
                             if self._implicit is not None and choice is self.choices[0]:
                                 store = self._store_prompt(self._implicit, choice)
                                 self.services.runner.tasks.start(store, name="store prompt")
-                            await self._show_prompt(choice, prompt)
+                            shown = await choice.show_prompt(
+                                prompt.begun.text, prompt.token_ids, self.services.prompts.tokenizer
+                            )
+                            if shown is not None:
+                                self.events.put_nowait(shown)
                         if self.request.max_tokens == 0:
                             continue
                         if (delta := choice.token(event)) is not None:
@@ -319,23 +324,6 @@ class Completion:
         self.events.put_nowait(delta)
         if self.chain is not None:
             self.chain.deltas.append(delta)
-
-    async def _show_prompt(self, choice: Choice, prompt: Prompt) -> None:
-        """Decode the prompt's tokens and put them before the first token, where the request wants that."""
-        request, first = self.request, choice.turn.stats.first
-        assert first is not None, "there is a first token"
-        if request.num_prompt_alternatives is not None:
-            choice.prompt_tokens = await asyncio.to_thread(
-                prompt_tokens,
-                prompt.token_ids,
-                first.prompt_logprobs,
-                self.services.prompts.assembler(),
-                num_listed=request.num_alternatives or 0,
-            )
-        if isinstance(request, TextRequest) and request.echo:
-            shown = choice.prompt_tokens if request.logprobs is not None else None
-            entries = shown.entries if shown is not None else None
-            self.events.put_nowait(choice.echo(prompt.begun.text, entries))
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
@@ -388,13 +376,9 @@ class Completion:
 
     def usage(self) -> Usage:
         """The response's `usage` object; of what is known so far while the turns run."""
-        first, num_tokens = self.choices[0].turn.stats.first, self.num_completion_tokens
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=self.num_prompt_tokens + num_tokens,
-            prompt_tokens_details={"cached_tokens": first.reused_tokens if first is not None else 0},
-        )
+        first = self.choices[0].turn.stats.first
+        cached = first.reused_tokens if first is not None else 0
+        return usage_of(self.num_prompt_tokens, self.num_completion_tokens, cached)
 
     @property
     def num_completion_tokens(self) -> int:

@@ -103,12 +103,8 @@ class PromptBuilder:
         self._added_ids = tokenizer.encode("")
         self._grammars: dict[tuple[int, tuple[int, ...]], GrammarCompiler] = {}
 
-    def assembler(
-        self, request: ChatRequest | TextRequest | None = None, *, shows_special: bool = False
-    ) -> TextAssembler:
-        """Makes text of one choice's tokens, or of a prompt's."""
-        if request is None:
-            return TextAssembler(self.tokenizer)
+    def assembler(self, request: ChatRequest | TextRequest, *, shows_special: bool) -> TextAssembler:
+        """Makes text of one choice's tokens."""
         return TextAssembler(
             self.tokenizer,
             request.stop_strings,
