@@ -152,6 +152,7 @@ class Attempt:
     Args:
         other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
         share: with the request's `siblings`, which gets this attempt.
+        start: with the prompt's KV that another choice's attempt has brought to decode; no prompt is run.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Attempt:
         stats: TurnStats,
         other_decode: Callable[[KvferryError], Worker[DecodeControl] | None],
         share: PromptShare | None = None,
+        start: SharedStart | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -175,6 +177,7 @@ class Attempt:
         self._accepted = False
         self._other_decode = other_decode
         self._share = share
+        self._start = start
         self.sibling_tokens: tuple[SampledToken, ...] = ()
         self._is_redirecting = False
         self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
@@ -314,6 +317,9 @@ class Attempt:
 
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
+        if self._start is not None:
+            self._first.set_result(self._start.first_token)
+            return
         stats, first, sent = self.stats, self._first, False
         request = self._told(PrefillRequest, ticket=ticket)
         stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
@@ -342,7 +348,7 @@ class Attempt:
 
     # ---- decode ------------------------------------------------------------------------------------------
 
-    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
+    def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
         session = self._request.session
         is_implicit = session is not None and session.is_implicit
         request = self._told(
@@ -350,7 +356,7 @@ class Attempt:
             store_history=session is not None and not is_implicit,
             session=self._request.retained_as if is_implicit else session,
             num_siblings=len(self._request.siblings),
-            shares=shares,
+            shares=self._start,
         )
         return self.decode.client.generate(request, timeout_s=self._remaining_s())
 
@@ -376,28 +382,6 @@ class Attempt:
             )
         self._due_index = token.index + 1
         return token
-
-
-class SiblingAttempt(Attempt):
-    """An attempt that begins with the prompt's KV which another choice's attempt has brought to decode.
-
-    It runs no prompt and ships nothing; where it fails, the turn goes on with an attempt of its own.
-
-    Args: first: whose prompt decode has accepted; number: of this choice among its siblings, from 0.
-    """
-
-    def __init__(self, first: Attempt, number: int, request: TurnRequest, stats: TurnStats) -> None:
-        super().__init__(first.prefill, first.decode, request, stats, lambda error: None)
-        self._sharing = first
-        self._token = first.sibling_tokens[number]
-
-    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
-        start = SharedStart(request_id=self._sharing.worker_request_id, first_token=self._token)
-        return super()._generate(start)
-
-    async def _ship(self, ticket: Ticket) -> None:
-        self.stats.first = self._sharing.stats.first
-        self._first.set_result(self._token)
 
 
 def _is_of_release(error: KvferryError) -> bool:

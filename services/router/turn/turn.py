@@ -23,7 +23,6 @@ from kvferry.services.router.turn.attempt import (
     Attempt,
     Finished,
     PromptShare,
-    SiblingAttempt,
     TurnEvent,
     TurnRequest,
     TurnStats,
@@ -31,7 +30,7 @@ from kvferry.services.router.turn.attempt import (
 from kvferry.services.router.turn.runner import TurnRunner, shared_version
 from kvferry.services.router.turn.worker_pool import Role, Worker, WorkerPool
 from kvferry.shared.control.calls import DecodeControl
-from kvferry.shared.control.messages import FinishReason, FirstToken
+from kvferry.shared.control.messages import FinishReason, FirstToken, SharedStart
 from kvferry.shared.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -168,7 +167,10 @@ class Turn:
         if share is not None and self._number:
             self._share = None
             if (first := await asyncio.shield(share)) is not None:
-                attempt = SiblingAttempt(first, self._number - 1, self.request, stats)
+                stats.first, token = first.stats.first, first.sibling_tokens[self._number - 1]
+                start = SharedStart(request_id=first.worker_request_id, first_token=token)
+                prefill, decode = first.prefill, first.decode
+                attempt = Attempt(prefill, decode, self.request, stats, lambda error: None, start=start)
         attempt = self._attempt = attempt or self._next_attempt()
         stats.prefill_address, stats.decode_address = attempt.prefill.address, attempt.decode.address
         stats.worker_request_id = attempt.worker_request_id
