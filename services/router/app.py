@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.services.router.api import completions, messages, operations, responses, sessions, tokens
-from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.compression import PlanChooser
 from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list

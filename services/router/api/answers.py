@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 from typing_extensions import TypedDict
 
 from kvferry.services.router.completion.choice import PromptLogprob, ToolCall, Usage
-from kvferry.services.router.completion.kv_report import KvReport
+from kvferry.services.router.completion.compression import KvReport
 
 ItemT = TypeVar("ItemT")
 

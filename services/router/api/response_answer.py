@@ -12,7 +12,7 @@ from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
 from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.kv_report import KvReport
+from kvferry.services.router.completion.compression import KvReport
 from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
 from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import known_fields

@@ -20,9 +20,8 @@ from typing_extensions import TypedDict
 from kvferry.services.router.completion import documents
 from kvferry.services.router.completion.chain import ResponseChain
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage, usage_of
+from kvferry.services.router.completion.compression import ChosenPlan, KvReport, kv_report
 from kvferry.services.router.completion.documents import NamedDocuments
-from kvferry.services.router.completion.kv_report import KvReport, kv_report
-from kvferry.services.router.completion.plans import ChosenPlan
 from kvferry.services.router.completion.prompts import Prompt
 from kvferry.services.router.completion.requests import (
     ChatRequest,

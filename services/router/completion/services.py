@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.services.router.completion.plans import PlanChooser
+from kvferry.services.router.completion.compression import PlanChooser
 from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.access import KeyLimits

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from typing_extensions import get_type_hints
 
-from kvferry.services.router.completion.kv_report import _ADDED, KvReport, kv_report, of_prompts
-from kvferry.services.router.completion.plans import ChosenPlan
+from kvferry.services.router.completion.compression import _ADDED, ChosenPlan, KvReport, kv_report, of_prompts
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for

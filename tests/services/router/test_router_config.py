@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from kvferry.services.router.completion.compression import PlanChooser
 from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.plans import PlanChooser
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
