@@ -167,7 +167,7 @@ class Choice:
         self,
         index: int,
         turn: Turn,
-        assembler: TextAssembler,
+        tokenizer: ChatTokenizer,
         parser: AnswerParser | None,
         timer: RequestTimer,
         request: ChatRequest | TextRequest,
@@ -175,7 +175,14 @@ class Choice:
         self.index = index
         self.turn = turn
         self.text = ""
-        self._assembler = assembler
+        self._tokenizer = tokenizer
+        self._assembler = TextAssembler(
+            tokenizer,
+            request.stop_strings,
+            min_tokens=request.min_tokens or 0,
+            includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+            shows_special=parser is not None,
+        )
         self._timer = timer
         self._request = request
         self._with_logprobs = request.num_alternatives is not None
@@ -193,9 +200,7 @@ class Choice:
         self._offset = 0
         self._last_token_s: float | None = None
 
-    async def show_prompt(
-        self, text: str, token_ids: tuple[int, ...], tokenizer: ChatTokenizer
-    ) -> ChoiceDelta | None:
+    async def show_prompt(self, text: str, token_ids: tuple[int, ...]) -> ChoiceDelta | None:
         """Decode the prompt's tokens, and return what comes before the first token, where the request wants
         that."""
         request, first = self._request, self.turn.stats.first
@@ -205,7 +210,7 @@ class Choice:
                 prompt_tokens,
                 token_ids,
                 first.prompt_logprobs,
-                TextAssembler(tokenizer),
+                TextAssembler(self._tokenizer),
                 num_listed=request.num_alternatives or 0,
             )
         if not isinstance(request, TextRequest) or not request.echo:

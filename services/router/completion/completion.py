@@ -235,13 +235,12 @@ class Completion:
             of_choice = replace(turn, sampling=sampling, siblings=siblings)
             if index == 0 and (implicit := self._implicit) is not None:
                 of_choice = replace(of_choice, session=implicit.key, retained_as=implicit.retained_as)
-            parser = services.prompts.answer_parser(request, prompt)
             self.choices.append(
                 Choice(
                     self.first_index + index,
                     Turn(services.runner, of_choice, share=share, number=index),
-                    services.prompts.assembler(request, shows_special=parser is not None),
-                    parser,
+                    services.prompts.tokenizer,
+                    services.prompts.answer_parser(request, prompt),
                     self.timer,
                     request,
                 )
@@ -298,9 +297,7 @@ class Completion:
                             if self._implicit is not None and choice is self.choices[0]:
                                 store = self._store_prompt(self._implicit, choice)
                                 self.services.runner.tasks.start(store, name="store prompt")
-                            shown = await choice.show_prompt(
-                                prompt.begun.text, prompt.token_ids, self.services.prompts.tokenizer
-                            )
+                            shown = await choice.show_prompt(prompt.begun.text, prompt.token_ids)
                             if shown is not None:
                                 self.events.put_nowait(shown)
                         if self.request.max_tokens == 0:

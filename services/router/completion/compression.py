@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypeVar, cast
 
 from typing_extensions import TypedDict
 
@@ -215,7 +215,7 @@ class PlanChooser:
 # ---- what it cost ----------------------------------------------------------------------------------------
 
 _T = TypeVar("_T")
-Each = _T | list[_T | None]
+Each: TypeAlias = _T | list[_T | None]
 """A value of all prompts, or those of each."""
 
 

@@ -23,7 +23,6 @@ from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.chat_template import ChatMessage, TemplateInputs
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import Grammar, ThinkingBudget
@@ -96,22 +95,12 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Builds prompts with one tokenizer, and what makes text of their answers."""
+    """Builds prompts with one tokenizer, and decides what their answers may be."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
         self._added_ids = tokenizer.encode("")
         self._grammars: dict[tuple[int, tuple[int, ...]], GrammarCompiler] = {}
-
-    def assembler(self, request: ChatRequest | TextRequest, *, shows_special: bool) -> TextAssembler:
-        """Makes text of one choice's tokens."""
-        return TextAssembler(
-            self.tokenizer,
-            request.stop_strings,
-            min_tokens=request.min_tokens or 0,
-            includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-            shows_special=shows_special,
-        )
 
     async def grammar(
         self, request: ChatRequest | TextRequest, model: ModelSpec, owner: str
