@@ -17,8 +17,8 @@ from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.stored_record import write_whole
 from kvferry.services.router.turn import worker_pool
-from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
-from kvferry.services.router.turn.worker_pool import WorkerPool, served_model
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner, served_model
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.chat_template import ChatMessage

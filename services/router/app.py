@@ -30,7 +30,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.services.router.api import completions, messages, operations, responses, sessions, tokens
-from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
+from kvferry.services.router.completion.compression import PlanChooser
+from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
@@ -48,9 +49,9 @@ from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.tokenizer import ChatTokenizer

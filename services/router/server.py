@@ -15,8 +15,8 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
 from kvferry.shared.model.checkpoint import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.logging import setup_logging

@@ -256,4 +256,5 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
         return replace(part, params=params)
 
     given: dict[str, Any] = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
-    return replace(plan, **{name: part and changed(part) for name, part in given.items()})
+    given = {name: part and changed(part) for name, part in given.items()}
+    return replace(plan, **given)

@@ -18,7 +18,6 @@ from kvferry.shared.control.event_streams import EVENTS_KEY, Ended, Item, Shared
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     EventsOfCalls,
-    EventsRequest,
     GenerateEvent,
     GenerateRequest,
     HistoryInfo,
@@ -245,8 +244,8 @@ class GrpcDecodeClient(_Client):
                     async for event in rest:
                         yield event
 
-    def _shared_events(self, request: EventsRequest) -> AsyncGenerator[EventsOfCalls, None]:
-        return self._stream("Events", request, None)
+    def _shared_events(self, stream_id: str) -> AsyncGenerator[EventsOfCalls, None]:
+        return self._stream("Events", stream_id, None)
 
     def finish(self, request_id: str, *, timeout_s: float) -> _Answer[None]:
         return self._unary("Finish", request_id, timeout_s, request_id)

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
-from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, EventsRequest, GenerateEvent
+from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, GenerateEvent
 from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
 
 EVENTS_KEY = "kvferry-events"
@@ -98,27 +98,26 @@ class EventStreams:
         """The stream that a call names; None: its events go to the call's own stream."""
         return None if self._is_ending else self._streams.get(stream_id)
 
-    async def events(
-        self, request: EventsRequest, *, timeout_s: float
-    ) -> AsyncGenerator[EventsOfCalls, None]:
+    async def events(self, stream_id: str, *, timeout_s: float) -> AsyncGenerator[EventsOfCalls, None]:
         """The method Events. Has no deadline.
 
+        Args: stream_id: which calls name; it must be hard to guess.
         Raises: InvalidRequest: there is such a stream.
         """
-        if request.stream_id in self._streams:
+        if stream_id in self._streams:
             raise InvalidRequest(
                 "stream_id is that of an open stream; it must be a new one", param="stream_id"
             )
-        stream = self._streams[request.stream_id] = EventStream()
+        stream = self._streams[stream_id] = EventStream()
         try:
             # an empty message would be a sign of life only
-            yield EventsOfCalls(ended=(request.stream_id,))
+            yield EventsOfCalls(ended=(stream_id,))
             while stream.is_used or not self._is_ending:
                 taken = await stream.take()
                 if taken.events or taken.ended:
                     yield taken
         finally:
-            del self._streams[request.stream_id]
+            del self._streams[stream_id]
             stream.close()
 
     def end(self) -> None:
@@ -144,10 +143,10 @@ class SharedEvents:
 
     Calls that begin while it is not open use their own streams.
 
-    Args: call: the method Events.
+    Args: call: the method Events, with the id of a stream.
     """
 
-    def __init__(self, call: Callable[[EventsRequest], AsyncGenerator[EventsOfCalls, None]]) -> None:
+    def __init__(self, call: Callable[[str], AsyncGenerator[EventsOfCalls, None]]) -> None:
         self._call = call
         self._queues: dict[str, asyncio.Queue[Item]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -179,7 +178,7 @@ class SharedEvents:
     async def _read(self) -> None:
         stream_id, error = secrets.token_hex(16), "ended its stream of events"
         try:
-            async with aclosing(self._call(EventsRequest(stream_id=stream_id))) as messages:
+            async with aclosing(self._call(stream_id)) as messages:
                 async for message in messages:
                     self.stream_id, self._patience_s = stream_id, REOPEN_S
                     self._hand_out(message)

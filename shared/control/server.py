@@ -19,14 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.shared.control import codec
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.event_streams import EVENTS_KEY, EventStreams
-from kvferry.shared.control.messages import (
-    DecodeControl,
-    PrefillControl,
-    TransferAccepted,
-    calling_router,
-)
+from kvferry.shared.control.messages import TransferAccepted, calling_router
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError

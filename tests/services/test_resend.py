@@ -21,7 +21,8 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.services.router.turn.attempt import TurnRequest
-from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.turn import Turn
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for

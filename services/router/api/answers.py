@@ -6,8 +6,8 @@ from typing import Any, Generic, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.choice import KvReport, ToolCall, Usage
-from kvferry.services.router.completion.prompt_tokens import PromptLogprob
+from kvferry.services.router.completion.choice import PromptLogprob, ToolCall, Usage
+from kvferry.services.router.completion.compression import KvReport
 
 ItemT = TypeVar("ItemT")
 

@@ -10,8 +10,9 @@ from typing import Any
 from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
 from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
-from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
+from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
+from kvferry.services.router.completion.compression import KvReport
 from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
 from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import known_fields

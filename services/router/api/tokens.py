@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NotRequired
@@ -95,7 +96,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        token_ids = partial(services.prompts.encode, body.prompt, add_special=add_special)
+        token_ids = partial(services.prompts.tokenizer.encode, body.prompt, add_special=add_special)
     else:
         raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
 
@@ -103,7 +104,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         ids = token_ids()
         tokens = Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
         if body.return_token_strs:
-            tokens["token_strs"] = services.prompts.spellings(ids)
+            tokens["token_strs"] = list(map(services.prompts.tokenizer.spelling, ids))
         return msgspec.json.encode(tokens)
 
     # In a thread with all that is made of them: a text of megabytes has millions of tokens.
@@ -118,4 +119,5 @@ async def detokenize(services: Shared, body: DetokenizeRequest) -> Detokenized:
         raise InvalidRequest(
             f"tokens has token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}", param="tokens"
         )
-    return {"prompt": await services.prompts.decode(body.tokens)}
+    decode = partial(services.prompts.tokenizer.decode, body.tokens, shows_special=True)
+    return {"prompt": await asyncio.to_thread(decode)}

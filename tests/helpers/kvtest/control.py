@@ -11,10 +11,10 @@ import pytest
 from structlog.contextvars import get_contextvars
 
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ResolvedPlan
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
-    DecodeControl,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
@@ -23,7 +23,6 @@ from kvferry.shared.control.messages import (
     PendingAnswer,
     PendingInfo,
     PendingTurns,
-    PrefillControl,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,

@@ -337,16 +337,8 @@ _OTHERS = (
         name="no-deadline",
         what="Decode is not told the request's deadline.",
         path="services/router/turn/attempt.py",
-        old="""\
-                shares=shares,
-            ),
-            timeout_s=self._remaining_s(),
-""",
-        new="""\
-                shares=shares,
-            ),
-            timeout_s=3600.0,
-""",
+        old="        return self.decode.client.generate(request, timeout_s=self._remaining_s())",
+        new="        return self.decode.client.generate(request, timeout_s=3600.0)",
         near=("tests/services/router/test_turn.py", "tests/services/router/test_streams.py"),
     ),
     PlantedFault(
