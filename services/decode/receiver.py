@@ -134,7 +134,9 @@ class CacheWriter:
             return
         layer = len(self._caches)
         try:
-            cache = compacted(self._receiving.open(self._regions, self._tensors))
+            cache = self._receiving.open(self._regions, self._tensors)
+            if cache.format.segments is not None:
+                cache = compacted(cache)
             self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error

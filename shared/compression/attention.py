@@ -25,7 +25,13 @@ from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.trizone import trizone_decode_segments
-from kvferry.shared.compression.interface import LayerShape, Sizing, TensorSpec, all_parts, find_part
+from kvferry.shared.compression.interface import (
+    LayerShape,
+    Sizing,
+    TensorSpec,
+    installed_parts,
+    with_installed,
+)
 from kvferry.shared.compression.plan import Allowed, Between, Part, look_up, read_params
 from kvferry.shared.errors import InvalidRequest
 
@@ -90,7 +96,8 @@ class AttentionKind(ABC):
     def regions(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> dict[str, TensorSpec]:
         """The tensors of `specs` by the names of their regions."""
         specs = self.specs(shape, num_rows, packed=packed)
-        return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
+        names = map(f"{_AUXILIARY}{{}}".format, range(len(specs)))
+        return dict(zip(names, specs, strict=True))
 
     def rebuilt(
         self, shape: LayerShape, keys: Tensor, values: Tensor, packed: Sequence[PackedLayer] = ()
@@ -300,11 +307,11 @@ the scorer divides the prompt's rows into the same zones as eviction does."""
 
 def attentions() -> Mapping[str, type[AttentionKind]]:
     """All by name. Raises: ConfigurationError: an installed method brings one whose name is taken."""
-    return all_parts("attention", ATTENTIONS)
+    return with_installed("attentions", ATTENTIONS, installed_parts("attention"))
 
 
 def _attention_class(name: str) -> type[AttentionKind]:
-    return ATTENTIONS.get(name) or find_part("attention", name, ATTENTIONS)
+    return ATTENTIONS.get(name) or look_up("attention", name, attentions())
 
 
 def chooses_rows(part: Part) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvferry.kernels.column_sums import ColumnSums, column_sums
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.shared.compression.plan import CompressionPlan, ParamValue, look_up
+from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.spec import StateSpec, row_names
 
@@ -57,7 +57,7 @@ class TensorSpec:
     dtype: torch.dtype
     aligned: bool = False
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of the tensor without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -321,19 +321,6 @@ def installed_parts(part: str) -> Mapping[str, Any]:
                 f"method {method!r} brings a {what} {named.name!r}; another method does too"
             )
     return found
-
-
-def all_parts(part: str, own: Mapping[str, _Entry]) -> Mapping[str, _Entry]:
-    """The package's own entries for a part of a plan, then those of installed methods.
-
-    Raises: ConfigurationError: as `installed_parts`; or an installed method uses a name of the package.
-    """
-    return with_installed(f"{_BROUGHT[part]}s", own, installed_parts(part))
-
-
-def find_part(part: str, name: str, own: Mapping[str, _Entry]) -> _Entry:
-    """An entry of `all_parts`. Raises: InvalidRequest: none has this name. Else as `all_parts`."""
-    return look_up(part, name, all_parts(part, own))
 
 
 def with_installed(

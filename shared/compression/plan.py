@@ -197,9 +197,6 @@ class Between:
     high: float
     odd: bool = False
 
-    def __contains__(self, value: Any) -> bool:
-        return self.low <= value <= self.high and (not self.odd or value % 2 == 1)
-
     def __str__(self) -> str:
         return f"{'odd, ' if self.odd else ''}{self.low} to {self.high}"
 
@@ -227,12 +224,19 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
             reason = OTHER_RELEASE
         raise InvalidRequest(f"{name} {said}; it takes {takes}", param="kv_compression", reason=reason)
     for key, its in allowed.items():
-        if not isinstance(its, type) and params[key] not in its:
+        value: Any = params[key]
+        if isinstance(its, type):
+            continue
+        if not isinstance(its, Between):
+            is_allowed = value in its
+        else:
+            is_allowed = its.low <= value <= its.high and (not its.odd or value % 2 == 1)
+        if not is_allowed:
             choices = its if isinstance(its, Between) else f"one of {', '.join(map(str, its))}"
             raise InvalidRequest(
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
             )
-    return {key: params[key] for key in allowed}
+    return dict(zip(allowed, map(params.__getitem__, allowed), strict=True))
 
 
 def look_up(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:

@@ -226,9 +226,13 @@ def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
     """Leave out parameters of the format that plans may lack where they have their defaults: workers of an
     earlier release refuse a plan with a name that they do not know."""
     part = plan.representation
-    defaults = [(name, type(value), value) for name, value in format_class(part).defaults.items()]
+    defaults = format_class(part).defaults
+    if not defaults.keys() & part.params.keys():
+        return plan
     params = {
-        name: value for name, value in part.params.items() if (name, type(value), value) not in defaults
+        name: value
+        for name, value in part.params.items()
+        if (type(value), value) != (type(defaults.get(name)), defaults.get(name))
     }
     return replace(plan, representation=replace(part, params=params))
 
@@ -256,5 +260,5 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
         return replace(part, params=params)
 
     given: dict[str, Any] = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
-    given = {name: part and changed(part) for name, part in given.items()}
+    given.update({name: changed(part) for name, part in given.items() if part is not None})
     return replace(plan, **given)

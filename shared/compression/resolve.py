@@ -20,7 +20,7 @@ from kvferry.shared.compression.attention import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
-from kvferry.shared.compression.interface import LayerAllocation, Sizing, find_part
+from kvferry.shared.compression.interface import LayerAllocation, Sizing, installed_parts, with_installed
 from kvferry.shared.compression.plan import (
     MODEL_FORMATS,
     STATE_FORMAT,
@@ -30,6 +30,7 @@ from kvferry.shared.compression.plan import (
     ParamValue,
     Part,
     ResolvedPlan,
+    look_up,
     read_params,
 )
 from kvferry.shared.compression.presets import preset
@@ -254,8 +255,10 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
     Raises: InvalidRequest: an unknown name or bad parameters.
     """
-    allocation = find_part("layer_allocation", part.name, ALLOCATIONS)
-    return allocation(part.params, rows, num_layers, num_tokens)
+    known: Mapping[str, LayerAllocation] = with_installed(
+        "allocations", ALLOCATIONS, installed_parts("layer_allocation")
+    )
+    return look_up("layer_allocation", part.name, known)(part.params, rows, num_layers, num_tokens)
 
 
 def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:

@@ -17,9 +17,15 @@ from torch import Tensor
 from kvferry.kernels.chunk_scores import chunk_scores
 from kvferry.kernels.column_sums import window_scores
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
-from kvferry.shared.compression.interface import LayerInputs, Scorer, ScorerFactory, find_part
+from kvferry.shared.compression.interface import (
+    LayerInputs,
+    Scorer,
+    ScorerFactory,
+    installed_parts,
+    with_installed,
+)
 from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
-from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, read_params
+from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, look_up, read_params
 from kvferry.shared.errors import ConfigurationError
 
 _WINDOW_PARAMS: Allowed = {
@@ -265,7 +271,8 @@ def make_scorer(part: Part, *, rows: int) -> Scorer:
         InvalidRequest: an unknown name or bad parameters.
         ConfigurationError: an installed method brings a scorer whose name is taken.
     """
-    scorer = find_part("scorer", part.name, SCORERS)(part.params, rows)
+    known: Mapping[str, ScorerFactory] = with_installed("scorers", SCORERS, installed_parts("scorer"))
+    scorer = look_up("scorer", part.name, known)(part.params, rows)
     stated = ("observed_queries", "protected_rows", "depends_on_rows", "scores_heads_apart")
     missing = [name for name in stated if not hasattr(scorer, name)]
     if missing:

@@ -5,8 +5,7 @@ Adding one is one file and one entry of `FORMATS`, or an entry point of another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -20,13 +19,14 @@ from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.interface import LayerInputs, LayerShape, find_part
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, installed_parts, with_installed
 from kvferry.shared.compression.plan import (
     STATE_FORMAT,
     WINDOW_FORMAT,
     Part,
     ResolvedPlan,
     is_measured,
+    look_up,
 )
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
@@ -50,7 +50,10 @@ def format_class(part: Part) -> type[LayerFormat]:
         InvalidRequest: no format has this name.
         ConfigurationError: an installed method brings a format whose name is taken.
     """
-    return find_part("representation", part.name, FORMATS)
+    known: Mapping[str, type[LayerFormat]] = with_installed(
+        "formats", FORMATS, installed_parts("representation")
+    )
+    return look_up("representation", part.name, known)
 
 
 def make_formats(
@@ -185,16 +188,22 @@ def encode_layer(
         scores = None
     elif scores is None and scorer is not None:
         scores = make_scorer(scorer, rows=fmt.rows)(inputs)
-    with _naming(inputs.layer):
+    try:
         encoded = fmt.encode(inputs, scores)
+    except ValueError as error:
+        raise _not_packed(inputs.layer, error) from error
     if encoded.make is None:
         return encoded
-    return Encoded(tensors=encoded.tensors, make=_naming(inputs.layer)(encoded.make))
+    layer = inputs.layer
+
+    def make(tensors: Sequence[Tensor]) -> Tensors:
+        try:
+            return encoded.finish(tensors)
+        except ValueError as error:
+            raise _not_packed(layer, error) from error
+
+    return Encoded(tensors=encoded.tensors, make=make)
 
 
-@contextmanager
-def _naming(layer: int) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise KvferryError(f"layer {layer} cannot be packed: {error}", reason="packing") from error
+def _not_packed(layer: int, error: ValueError) -> KvferryError:
+    return KvferryError(f"layer {layer} cannot be packed: {error}", reason="packing")

@@ -15,6 +15,8 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, Tensor]
 """The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
 Specs = Mapping[str, TensorSpec]
+_SIZE_BYTES = attrgetter("size_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +227,7 @@ class LayerFormat(FormatRules, ABC):
         """
         return cls(shape=shape, rows=layer.rows, **cls.params(layer.representation))
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
         return False
@@ -321,7 +324,7 @@ class LayerFormat(FormatRules, ABC):
             the largest possible size.
         """
         if self.segments is None:
-            return size_bytes(self.placed(num_appended))
+            return sum(map(_SIZE_BYTES, self.placed(num_appended).values()))
         rows_bytes = size_bytes(self.placed(self.segments.num_rows(num_appended)))
         return rows_bytes + self.segments.queries_bytes(self.shape, num_appended)
 
@@ -389,7 +392,7 @@ class LayerFormat(FormatRules, ABC):
 
 def size_bytes(specs: Specs) -> int:
     """Bytes of these tensors together."""
-    return sum(its.size_bytes for its in specs.values())
+    return sum(map(_SIZE_BYTES, specs.values()))
 
 
 def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[str, Tensor]]:

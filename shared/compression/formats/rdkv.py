@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -150,7 +151,7 @@ class Rdkv(PackedFormat):
     def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
         return begin_layer_rdkv(self.settings, inputs, scores)
 
-    @property
+    @cached_property
     def limit_bytes(self) -> int:
         """The largest possible size of the packed prompt."""
         return _limit_bytes(self.shape, self.shape.num_prompt_tokens, self.settings.budget_tokens)

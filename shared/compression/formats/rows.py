@@ -92,7 +92,7 @@ class Rows(LayerFormat):
             return Rows(shape=shape, rows=layer.rows, attention=attention)
         return WireRows(shape=shape, rows=layer.rows, attention=attention, wire_bits=bits)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         return self.segments is None
 
@@ -131,7 +131,7 @@ class WireRows(Rows):
     kinds: ClassVar[Mapping[str, str]] = Kivi.kinds
     wire_bits: int
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         return False
 

@@ -82,7 +82,7 @@ class Uniform(PackedFormat):
         heads = (head,) * self.shape.num_kv_heads
         return packed_layout(heads, self.shape.head_dim, num_tokens=self.shape.num_prompt_tokens)
 
-    @property
+    @cached_property
     def limit_bytes(self) -> int:
         return self._expected.size_bytes
 
