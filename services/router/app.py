@@ -45,7 +45,7 @@ from kvferry.services.router.http.middleware import (
 )
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
-from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
+from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
@@ -127,7 +127,7 @@ def create_app(
         clock=clock,
         runner=runner,
         readiness=readiness,
-        sessions=session_store(config, metrics, clock, timing, runner),
+        sessions=session_store(config, metrics, clock, timing),
         implicit=ImplicitSessions(
             max_per_key=config.implicit_sessions,
             max_bytes_per_key=config.max_stored_bytes_per_key,
@@ -225,11 +225,7 @@ def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
 
 
 def session_store(
-    config: RouterConfig,
-    metrics: RouterMetrics,
-    clock: Callable[[], float],
-    timing: Timing,
-    workers: Announce,
+    config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
 ) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
     options: dict[str, Any] = {
@@ -259,7 +255,6 @@ def session_store(
         ),
         lease_s=timing.session_lease_s,
         on_event=count,
-        workers=workers,
         **options,
     )
 

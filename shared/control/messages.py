@@ -216,19 +216,6 @@ class EventsOfCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionBase:
-    """The record that a turn of a session continues, as its router knows it.
-
-    Attributes:
-        router: random, one for each start of a router.
-        commit_id: of the record in Redis, or of a deletion's marker; "" where Redis has neither.
-    """
-
-    router: str
-    commit_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
     """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
 
@@ -246,8 +233,6 @@ class PrefillRequest:
         priority: orders the waiting prompts of one owner, the smallest first.
         retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
             the rows; None where it retains none.
-        session_base: what the turn continues; the worker refuses it where another router has acknowledged a
-            turn beyond that. None: there is one router, or the prompt is the whole conversation.
         siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
@@ -266,7 +251,6 @@ class PrefillRequest:
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
     owner: str = ""
-    session_base: SessionBase | None = None
     siblings: tuple[SamplingParams, ...] = ()
 
 
@@ -362,50 +346,6 @@ class PrefixRequest:
 
     owner: str
     block_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTurn:
-    """A turn that its router has acknowledged and Redis lacks.
-
-    Attributes: bases: the commits in Redis that it goes beyond.
-    """
-
-    session: SessionKey
-    bases: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTurns:
-    """Router to prefill: what other routers must not continue without.
-
-    Attributes:
-        router: as of `SessionBase`.
-        lease_s: for how long this is to be remembered; the router repeats it while it is true.
-    """
-
-    router: str
-    lease_s: float
-    turns: tuple[PendingTurn, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingAnswer:
-    """Attributes: overtaken: of these sessions another router has begun a turn from one of the bases."""
-
-    overtaken: tuple[SessionKey, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingInfo:
-    """Attributes: bases: of a session's `PendingTurn`; empty where none is known."""
-
-    bases: tuple[str, ...] = ()
-
-    def goes_beyond(self, commit_id: str) -> bool:
-        """Whether the turn is still to follow this commit in Redis. Where another commit, or a deletion, has
-        come first, it is dropped."""
-        return bool(self.bases) and (not commit_id or commit_id in self.bases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -511,11 +451,5 @@ class PrefillControl(Protocol):
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""
         ...
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """Refuse other routers' turns that would continue these sessions without the turns."""
-        ...
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo: ...
 
     async def status(self, *, timeout_s: float) -> WorkerStatus: ...

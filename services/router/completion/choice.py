@@ -357,7 +357,8 @@ class KvReport(TypedDict):
     request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
     `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
     short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt.
+    `max_tokens` where the request's limit is above the room that the context has after the prompt. `session`
+    is there where the turn could not be stored: the session's next turn must have the whole conversation.
     """
 
     method: str
@@ -378,6 +379,7 @@ class KvReport(TypedDict):
     transfer_ms: float
     kept: NotRequired[list[float]]
     kept_by_layer: NotRequired[list[list[float]]]
+    session: NotRequired[Literal["not_stored"]]
 
 
 def kv_report(

@@ -43,7 +43,7 @@ from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, 
 from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import KvferryError, Overloaded
+from kvferry.shared.errors import KvferryError, Overloaded, StoreUnavailable
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import Grammar, SampledToken, ThinkingBudget
@@ -108,6 +108,8 @@ class Completion:
         self._recording: asyncio.Task[None] | None = None
         """Commits the record, then ends the answer; started when the last token is there."""
         self._committed = False
+        self._is_unstored = False
+        """The turn is not part of its session, because Redis does not take the record."""
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
         self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
@@ -190,8 +192,6 @@ class Completion:
         )
         thinking = services.prompts.thinking_budget(request, prompt)
         turn = self._turn_request(record, prompt, named, self._chosen.plan, grammar, thinking)
-        if lease is not None:
-            turn = replace(turn, session_base=lease.base)
         if record is None and former is not None:
             turn = replace(turn, prefer_prefill=former.prefill_addresses)
         if lease is None and turn.prompt_logprobs is None:
@@ -436,7 +436,7 @@ class Completion:
         """The response's `kv` object; of what is known so far while the turns run."""
         stats = [choice.turn.stats for choice in self.choices]
         chosen = self._chosen
-        return kv_report(
+        report = kv_report(
             chosen.plan if chosen is not None else None,
             self._quality,
             self.num_prompt_tokens,
@@ -445,6 +445,9 @@ class Completion:
             chosen=chosen.reason if chosen is not None else "",
             max_tokens=self._smaller_limit(),
         )
+        if self._is_unstored:
+            report["session"] = "not_stored"
+        return report
 
     def _smaller_limit(self) -> int | None:
         """The answer's limit, where the request's own is above what the context has room for."""
@@ -474,7 +477,15 @@ class Completion:
             record = self.chain.added(record, before, self.choices[0], self.usage(), self.kv())
         elif before is not None:
             record = record.with_responses_of(before)
-        self._committed = await lease.commit(record)
+        try:
+            self._committed = await lease.commit(record)
+        except StoreUnavailable as error:
+            lease.note_unstored()
+            self._is_unstored = True
+            if self.chain is not None:
+                self.chain.body = None  # it says that the response is stored
+            self._log.warning("turn was not stored", error=error.message)
+            return
         if not self._committed:
             self._log.warning("turn was not added to its session: it was deleted or taken over")
 

@@ -27,7 +27,6 @@ from kvferry.shared.control.messages import (
     PrefillControl,
     PrefillRequest,
     RedirectRequest,
-    SessionBase,
     SessionKey,
     SharedStart,
     Ticket,
@@ -71,7 +70,7 @@ class TurnRequest:
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
         keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
-        priority, prompt_logprobs, session_base: as of `PrefillRequest`.
+        priority, prompt_logprobs: as of `PrefillRequest`.
         retained_as: of an implicit session, under which session decode retains its rows; None: not at all.
         retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
@@ -96,7 +95,6 @@ class TurnRequest:
     retained_as: SessionKey | None = None
     retained_bins: int = 0
     prompt_logprobs: int | None = None
-    session_base: SessionBase | None = None
 
 
 @dataclass(kw_only=True)
@@ -373,7 +371,6 @@ class Attempt:
                 prompt_logprobs=request.prompt_logprobs,
                 retained_as=request.retained_as,
                 owner=request.owner,
-                session_base=request.session_base,
                 siblings=self._siblings,
             ),
             timeout_s=self._remaining_s(),

@@ -36,8 +36,6 @@ from kvferry.shared.control.messages import (
     FinishReason,
     FirstToken,
     HistoryInfo,
-    PendingInfo,
-    PendingTurns,
     PrefillControl,
     PrefixRequest,
     SessionKey,
@@ -50,7 +48,6 @@ from kvferry.shared.errors import (
     LeaseExpired,
     Overloaded,
     SessionBusy,
-    SessionPending,
     WorkerUnavailable,
 )
 from kvferry.shared.history.records import block_hashes
@@ -63,7 +60,6 @@ _ABORT_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 10.0
 _DROP_TIMEOUT_S = 2.0
 _PREFIX_TIMEOUT_S = 0.5
-_PENDING_TIMEOUT_S = 1.0
 
 _logger = structlog.get_logger(__name__)
 
@@ -206,28 +202,6 @@ class TurnRunner:
         if found or prefer or len(workers) == num_ready:
             return found or prefer
         return (workers[0].address,)
-
-    async def announce_pending(self, turns: PendingTurns) -> frozenset[SessionKey]:
-        """See `Announce`. A worker that does not answer soon is told again later."""
-        workers = self.prefill.workers()
-        calls = (worker.client.announce_pending(turns, timeout_s=_PENDING_TIMEOUT_S) for worker in workers)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for worker, answer in zip(workers, answers, strict=True):
-            if isinstance(answer, BaseException):
-                _logger.warning("turns not announced", address=worker.address, error=str(answer))
-        return frozenset(
-            session
-            for answer in answers
-            if not isinstance(answer, BaseException)
-            for session in answer.overtaken
-        )
-
-    async def pending_turn(self, session: SessionKey) -> list[PendingInfo]:
-        """See `Announce`. A worker that does not answer soon knows nothing."""
-        workers = self.prefill.workers()
-        calls = (worker.client.pending_turn(session, timeout_s=_PENDING_TIMEOUT_S) for worker in workers)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [answer for answer in answers if isinstance(answer, PendingInfo)]
 
     async def drop(self, session: SessionKey, *, addresses: Iterable[str] | None = None) -> None:
         """Have workers drop a session's KV.
@@ -457,11 +431,7 @@ class Turn:
         """Pause and wait for workers, or raise `error` where a replay would not help."""
         stats, runner, role = self.stats, self._runner, attempt.failed_role
         refused = _is_refusal(error) and not stats.token_ids
-        final = (
-            not error.retryable
-            or isinstance(error, DeadlineExceeded | SessionBusy | SessionPending)
-            or refused
-        )
+        final = not error.retryable or isinstance(error, DeadlineExceeded | SessionBusy) or refused
         if final or role is None or stats.replays >= runner.max_recoveries:
             if isinstance(error, LeaseExpired):
                 raise Overloaded(
@@ -525,5 +495,4 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
 
 def _is_refusal(error: KvferryError) -> bool:
     """The worker works and has no room now, or is of another release; the client may retry."""
-    overloaded = isinstance(error, Overloaded) and not isinstance(error, WorkerUnavailable)
-    return (overloaded and not isinstance(error, SessionPending)) or isinstance(error, CapacityExceeded)
+    return isinstance(error, Overloaded | CapacityExceeded) and not isinstance(error, WorkerUnavailable)
