@@ -164,8 +164,8 @@ class Completion:
     async def _answer(self, lease: SessionLease | None) -> None:
         services, request = self.services, self.request
         record = lease.record if lease is not None else None
-        if record is not None and record.model_fingerprint != self.model.fingerprint:
-            record = None  # token ids of another model
+        if record is not None:
+            record = record.for_model(self.model.fingerprint)
         former = record
         if self.chain is not None:
             self.chain.check(record)
@@ -266,7 +266,7 @@ class Completion:
             owner=self.owner,
             session=self.session,
             document=named.history if named is not None and self.session is not None else None,
-            has_history=record is not None,
+            has_history=record is not None and bool(record.token_ids),
             keeps_cut_off=self.session is not None and bool(request.stream),
             prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
             priority=request.hinted_priority if request.priority is None else request.priority,

@@ -462,15 +462,16 @@ class PromptBuilder:
         text: str,
     ) -> tuple[tuple[int, ...], str]:
         """A text prompt of a session with turns."""
+        before = record.token_ids or tuple(self._tokenizer.encode(record.text))  # of another model's record
         if isinstance(prompt, str):
             restates = text.startswith(record.text)
             if restates and mode != "append":
-                return record.token_ids + self._encode_rest(text[len(record.text) :]), text
+                return before + self._encode_rest(text[len(record.text) :]), text
         else:
-            restates = token_ids[: len(record.token_ids)] == record.token_ids
+            restates = token_ids[: len(before)] == before
         if mode == "append" or (mode == "auto" and not restates):
             added = self._encode_rest(prompt) if isinstance(prompt, str) else token_ids
-            return record.token_ids + added, record.text + text
+            return before + added, record.text + text
         return token_ids, text
 
     def _encode_rest(self, text: str) -> tuple[int, ...]:

@@ -151,6 +151,14 @@ class SessionRecord(_Shown):
         """The messages up to the end of a response, without instructions."""
         return self.messages[self.num_instructions :][: response.num_messages]
 
+    def for_model(self, fingerprint: str) -> SessionRecord:
+        """The record as this model continues it: another model's has only text, and no token ids."""
+        if self.model_fingerprint == fingerprint:
+            return self
+        return replace(
+            self, model_fingerprint=fingerprint, token_ids=(), assistant_ends=(0,) * len(self.assistant_ends)
+        )
+
     def with_responses(self, responses: tuple[StoredResponse, ...]) -> SessionRecord:
         """The record with these responses in place of its own."""
         return replace(self, responses=responses)
