@@ -25,7 +25,7 @@ from functools import partial
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.history.back_tier import BackRows, BackTier, Commit
-from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
+from kvferry.shared.history.records import RecordTable, StoredRecord
 from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.storage import Storage
 from kvferry.shared.history.stored_format import TierRecord
@@ -213,7 +213,7 @@ class HistoryStore:
         for tier, record in answered.items():
             if record is None:
                 continue
-            if _reusable(tier, record, prompt_token_ids, limit) > record.num_exact_tokens:
+            if tier.reusable(record, prompt_token_ids, limit) > record.num_exact_tokens:
                 # KV of generated tokens is always the session's own.
                 turn.keep_own(record.num_exact_tokens)
                 document = None
@@ -305,15 +305,8 @@ class HistoryStore:
         start = stop = turn.reused_tokens
         rows = None
         for tier, session, record in candidates:
-            if record is not None and (length := _reusable(tier, record, prompt, limit)) > stop:
+            if record is not None and (length := tier.reusable(record, prompt, limit)) > stop:
                 stop = length
                 source: ReuseSource = "session" if session == turn.session else "document"
-                rows = tier.rows(session, record, start, stop, source=source)
+                rows = BackRows(tier, session, record, start, stop, source=source)
         return rows
-
-
-def _reusable(tier: BackTier, record: TierRecord, prompt: tuple[int, ...], limit: int) -> int:
-    """How many of the prompt's first `limit` tokens can be continued from."""
-    if not tier.storage.shape.serves(record):
-        return 0
-    return tier.reusable(record, min(common_prefix(record.token_ids, prompt), limit))
