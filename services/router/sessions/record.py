@@ -159,10 +159,6 @@ class SessionRecord(_Shown):
             self, model_fingerprint=fingerprint, token_ids=(), assistant_ends=(0,) * len(self.assistant_ends)
         )
 
-    def with_responses(self, responses: tuple[StoredResponse, ...]) -> SessionRecord:
-        """The record with these responses in place of its own."""
-        return replace(self, responses=responses)
-
     def with_responses_of(self, before: SessionRecord) -> SessionRecord:
         """The record with the responses of an earlier one whose whole conversation is in this one."""
         if not before.responses:
