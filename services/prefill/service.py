@@ -153,7 +153,7 @@ class PrefillService:
         """See `WorkerService.drain`. Waits for staged turns as well, which routers commit after their last
         token; then writes the history that only memory has to the tiers behind it."""
         deadline_s = self._clock() + timeout_s
-        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + self._store.num_turns):
+        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + len(self._store.turns)):
             for job in tuple(self._jobs):
                 error = self._drain.refusal()
                 self._cancel(job, error)

@@ -98,10 +98,6 @@ class DiskHistory:
                 f"history_disk is {str(folder)!r}; it must be a folder that can be written: {error}"
             ) from None
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
     def close(self) -> None:
         """Nothing is open between calls."""
 
@@ -185,7 +181,7 @@ class DiskHistory:
             with _published(folder / "record") as file:
                 file.write(new.value)
             _remove(folder, spared=named | {folder / "record"})
-            self._size_bytes = sum(size for _, size, _ in self._sessions())
+            self.size_bytes = sum(size for _, size, _ in self._sessions())
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         with _named_errors():
@@ -197,7 +193,7 @@ class DiskHistory:
     def delete(self, session: SessionKey) -> None:
         with _named_errors(), self._locked():
             _remove(self._session_folder(session))
-            self._size_bytes = sum(size for _, size, _ in self._sessions())
+            self.size_bytes = sum(size for _, size, _ in self._sessions())
 
     def _check_base(self, session: SessionKey, base: TierRecord | None) -> None:
         """Raises: SessionBusy, HistoryMiss as `Storage.write`."""
@@ -211,14 +207,14 @@ class DiskHistory:
         """Remove expired sessions, then the least recently used, until `num_bytes` fit beside the others.
         Returns whether they do."""
         sessions = sorted(self._sessions())
-        self._size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
+        self.size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
         oldest_s = self._wall_clock() - self._ttl_s
         for used_s, size_bytes, folder in sessions:
-            is_needed = used_s >= oldest_s and self._size_bytes + num_bytes <= self._max_bytes
+            is_needed = used_s >= oldest_s and self.size_bytes + num_bytes <= self._max_bytes
             if folder != spared and not is_needed:
                 _remove(folder)
-                self._size_bytes -= size_bytes
-        return self._size_bytes + num_bytes <= self._max_bytes
+                self.size_bytes -= size_bytes
+        return self.size_bytes + num_bytes <= self._max_bytes
 
     def _sessions(self) -> Iterator[tuple[float, int, Path]]:
         """When each session was last used (0 if it has no record), its bytes and its folder."""

@@ -135,11 +135,6 @@ class HistoryStore:
         """Functions that return how many committed turns are not written to each tier behind memory yet."""
         return {tier.name: partial(getattr, tier, "num_waiting") for tier in self._tiers}
 
-    @property
-    def num_turns(self) -> int:
-        """Staged turns that are not yet committed, aborted or expired."""
-        return len(self.turns)
-
     def record(self, session: SessionKey) -> StoredRecord | None:
         """The session's committed record in memory."""
         with self.records.lock:
