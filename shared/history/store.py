@@ -24,7 +24,7 @@ from functools import partial
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.back_tier import BackRows, BackTier, Commit
+from kvferry.shared.history.back_tier import BackRows, BackTier
 from kvferry.shared.history.records import RecordTable, StoredRecord
 from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.storage import Storage
@@ -214,17 +214,9 @@ class HistoryStore:
                 document = None
         if document is not None and turn.reuse_source != "document":
             candidates += [(tier, document, tier.look_up(document)[0]) for tier in answered]
-        fences = {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
-
-        def replicate(record: StoredRecord, rebuild: bool) -> list[Callable[[], None]]:
-            return [
-                tier.write(
-                    session, Commit(record=record, fence=fences.get(tier), rebuild=rebuild, method=method)
-                )
-                for tier in tiers
-            ]
-
-        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates, limit), replicate)
+        fences: dict[BackTier, bytes | None] = dict.fromkeys(tiers)
+        fences |= {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
+        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates, limit), fences, method)
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
