@@ -27,7 +27,7 @@ from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy, StoreUnavailable
 from kvferry.shared.history.checkpoints import LayerState, longest
 from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
-from kvferry.shared.history.rows import RowChunk, part_of, piece_chunks
+from kvferry.shared.history.rows import RowChunk
 from kvferry.shared.history.storage import Storage, new_record
 from kvferry.shared.history.stored_format import TierRecord
 
@@ -104,8 +104,9 @@ class BackTier:
     def look_up(self, session: SessionKey) -> tuple[TierRecord | None, str]:
         """The session's record, and why there is none although there may be one: "", `unavailable` (the tier
         did not answer) or "corrupt"."""
-        if self._is_deleted(session):
-            return None, ""
+        with self._records.lock:
+            if session in self._deletions:  # it may not be deleted yet
+                return None, ""
         try:
             return self.storage.record(session), ""
         except StoreUnavailable as error:
@@ -216,11 +217,6 @@ class BackTier:
             self._records.release(commit.record.parts)
         return commit is not None
 
-    def _is_deleted(self, session: SessionKey) -> bool:
-        """Whether the session is to be deleted and may not be yet."""
-        with self._records.lock:
-            return session in self._deletions
-
     # ---- the writer's thread -----------------------------------------------------------------------------
 
     def _write(self, session: SessionKey) -> None:
@@ -284,17 +280,11 @@ class BackTier:
         else:
             new = new_record(
                 session,
+                record,
                 shape=self.storage.shape,
                 base=base,
                 num_base_tokens=num_base_tokens,
-                token_ids=record.token_ids,
-                layers=[
-                    part_of(piece_chunks(record.pieces, layer), num_base_tokens, len(record.token_ids))
-                    for layer in range(self.storage.shape.num_layers)
-                ],
-                checkpoints=record.checkpoints,
                 method=commit.method,
-                num_exact_tokens=record.num_exact_tokens,
                 value_bytes=self.storage.value_bytes,
             )
             self.storage.write(session, base, new)

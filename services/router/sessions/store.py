@@ -320,7 +320,7 @@ class SessionStore:
             (key, entry.record)
             for key, entry in self._entries.items()
             if key.owner == owner
-            and key.session_id.startswith(DOCUMENT_PREFIX) == documents
+            and is_document(key) == documents
             and entry.record is not None
             and (entry.users or entry.record.expires_at_s > now_s)
         ]
