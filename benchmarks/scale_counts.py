@@ -142,8 +142,8 @@ async def counts_by_turns(turns: int) -> dict[str, int]:
             return int(client.info("stats")[f"total_net_{direction}_bytes"])
 
         async def commit(number: int, before: SessionRecord | None) -> SessionRecord | None:
-            bases = (before.commit_id if before is not None else "",)
-            return await records.commit(key, "r.1", bases, record_after(number), before=before)
+            base = before.commit_id if before is not None else ""
+            return await records.commit(key, "r.1", base, record_after(number), before=before)
 
         await records.acquire(key, "r.1", 30.0)
         for number in range(1, turns + 1):

@@ -20,7 +20,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.parts import PrefillRanks
-from kvferry.services.prefill.turns import HistoryReceiver, PendingTable
+from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.resolve import check_resolved
@@ -28,9 +28,6 @@ from kvferry.shared.control.messages import (
     CommitTurnRequest,
     FirstToken,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -124,7 +121,6 @@ class PrefillService:
         self._is_wedged = False
         self._drain = Drain(partial(WorkerUnavailable.draining, "prefill"))
         self._jobs: set[PrefillJob] = set()
-        self._pending = PendingTable(clock)
         self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
         self._sweeper: asyncio.Task[None] | None = None
         for tier, size_bytes in store.tier_bytes.items():
@@ -159,7 +155,7 @@ class PrefillService:
         """See `WorkerService.drain`. Waits for staged turns as well, which routers commit after their last
         token; then writes the history that only memory has to the tiers behind it."""
         deadline_s = self._clock() + timeout_s
-        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + self._store.num_turns):
+        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + len(self._store.turns)):
             for job in tuple(self._jobs):
                 error = self._drain.refusal()
                 self._cancel(job, error)
@@ -199,7 +195,6 @@ class PrefillService:
             InvalidRequest, ContextLengthExceeded, ProtocolMismatch: this worker cannot serve the request.
             CapacityExceeded: too many requests are waiting.
             TransferFailed: decode refused the transfer or was lost.
-            SessionPending: the session has a turn that the request's router does not know of.
             WorkerUnavailable: the worker is draining or closed.
             DeadlineExceeded, Cancelled.
         """
@@ -218,7 +213,6 @@ class PrefillService:
             metrics=self._uncounted if request.probe else self._metrics,
             matchers=matchers,
         )
-        self._pending.begin(request)
         finished = False
         try:
             self._engine.submit(job)
@@ -236,7 +230,6 @@ class PrefillService:
         finally:
             self._jobs.discard(job)
             if not finished:
-                self._pending.give_up(request.session, request.request_id)
                 self._cancel(job, Cancelled(f"request {request.request_id} was given up"))
         yield done
 
@@ -271,7 +264,6 @@ class PrefillService:
         self._receiver.forget(request_id)
         turn = self._store.turn(request_id)
         if turn is not None:
-            self._pending.give_up(turn.session, request_id)
             await self._in_thread(turn.abort, timeout_s)
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
@@ -287,16 +279,7 @@ class PrefillService:
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.drop_session`."""
         self._engine.turns.shipped.drop(session)
-        self._pending.drop(session)
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """See `PrefillControl.announce_pending`."""
-        return self._pending.announce(turns)
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo:
-        """See `PrefillControl.pending_turn`."""
-        return self._pending.info(session)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
         """See `PrefillControl.status`. A router that asks lives, and will commit its staged turns."""
@@ -425,7 +408,6 @@ class PrefillService:
             if expired:
                 log.warning("staged turns expired", count=expired)
             self._receiver.prune()
-            self._pending.sweep()
 
     def _give_up_if_wedged(self) -> None:
         is_wedged = self._engine.is_wedged

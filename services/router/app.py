@@ -46,7 +46,7 @@ from kvferry.services.router.http.middleware import (
 )
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
-from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
+from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
@@ -128,7 +128,7 @@ def create_app(
         clock=clock,
         runner=runner,
         readiness=readiness,
-        sessions=session_store(config, metrics, clock, timing, runner),
+        sessions=session_store(config, metrics, clock, timing),
         implicit=ImplicitSessions(
             max_per_key=config.implicit_sessions,
             max_bytes_per_key=config.max_stored_bytes_per_key,
@@ -226,11 +226,7 @@ def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
 
 
 def session_store(
-    config: RouterConfig,
-    metrics: RouterMetrics,
-    clock: Callable[[], float],
-    timing: Timing,
-    workers: Announce,
+    config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
 ) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
     options: dict[str, Any] = {
@@ -260,7 +256,6 @@ def session_store(
         ),
         lease_s=timing.session_lease_s,
         on_event=count,
-        workers=workers,
         **options,
     )
 

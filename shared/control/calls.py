@@ -15,9 +15,6 @@ from kvferry.shared.control.messages import (
     GenerateEvent,
     GenerateRequest,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -81,9 +78,3 @@ class PrefillControl(WorkerControl, Protocol):
     async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
         """How many of a prompt's first tokens are stored for its owner; without their size."""
         ...
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """Refuse other routers' turns that would continue these sessions without the turns."""
-        ...
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo: ...

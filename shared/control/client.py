@@ -21,9 +21,6 @@ from kvferry.shared.control.messages import (
     GenerateEvent,
     GenerateRequest,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -274,12 +271,6 @@ class GrpcPrefillClient(_Client):
 
     def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> _Answer[HistoryInfo]:
         return self._unary("PrefixInfo", request, timeout_s)
-
-    def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> _Answer[PendingAnswer]:
-        return self._unary("AnnouncePending", turns, timeout_s)
-
-    def pending_turn(self, session: SessionKey, *, timeout_s: float) -> _Answer[PendingInfo]:
-        return self._unary("PendingTurn", session, timeout_s)
 
 
 def _is_cancelled() -> bool:

@@ -209,19 +209,6 @@ class EventsOfCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionBase:
-    """The record that a turn of a session continues, as its router knows it.
-
-    Attributes:
-        router: random, one for each start of a router.
-        commit_id: of the record in Redis, or of a deletion's marker; "" where Redis has neither.
-    """
-
-    router: str
-    commit_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class PrefillPrompt(TurnPrompt):
     """What prefill alone is told of a turn's prompt.
 
@@ -237,8 +224,6 @@ class PrefillPrompt(TurnPrompt):
             token is then run, so there is no session. None reports none.
         retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
             the rows; None where it retains none.
-        session_base: what the turn continues; the worker refuses it where another router has acknowledged a
-            turn beyond that. None: there is one router, or the prompt is the whole conversation.
         siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
@@ -249,7 +234,6 @@ class PrefillPrompt(TurnPrompt):
     priority: int = 0
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
-    session_base: SessionBase | None = None
     siblings: tuple[SamplingParams, ...] = ()
 
 
@@ -354,50 +338,6 @@ class PrefixRequest:
 
     owner: str
     block_hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTurn:
-    """A turn that its router has acknowledged and Redis lacks.
-
-    Attributes: bases: the commits in Redis that it goes beyond.
-    """
-
-    session: SessionKey
-    bases: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTurns:
-    """Router to prefill: what other routers must not continue without.
-
-    Attributes:
-        router: as of `SessionBase`.
-        lease_s: for how long this is to be remembered; the router repeats it while it is true.
-    """
-
-    router: str
-    lease_s: float
-    turns: tuple[PendingTurn, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingAnswer:
-    """Attributes: overtaken: of these sessions another router has begun a turn from one of the bases."""
-
-    overtaken: tuple[SessionKey, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingInfo:
-    """Attributes: bases: of a session's `PendingTurn`; empty where none is known."""
-
-    bases: tuple[str, ...] = ()
-
-    def goes_beyond(self, commit_id: str) -> bool:
-        """Whether the turn is still to follow this commit in Redis. Where another commit, or a deletion, has
-        come first, it is dropped."""
-        return bool(self.bases) and (not commit_id or commit_id in self.bases)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -368,7 +368,10 @@ class OpenAiResponse(CompletionResponse):
         if isinstance(event, KvferryError):
             return server_event(error_body(event))
         if isinstance(event, dict):
-            return (self._chunk([], **event) if self._request.includes_usage else b"") + _DONE
+            if self._request.includes_usage:
+                return self._chunk([], **event) + _DONE
+            # The last choice has had its `kv` before the turn could not be stored.
+            return (self._chunk([], kv=event["kv"]) if "session" in event["kv"] else b"") + _DONE
         around = self._around_text.get(event.index)
         if around is not None and _is_text_alone(event):
             return around[0] + _ENCODE(event.text) + around[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,7 +121,7 @@ async def delete_response(request: Request, services: Shared, response_id: str) 
             raise _unknown(response_id)
         rest = tuple(its for its in lease.record.responses if its.id != response_id)
         if rest:
-            await lease.commit(lease.record.with_responses(rest))
+            await lease.commit(replace(lease.record, responses=rest))
     if not rest:
         await services.sessions.delete(key)
         await services.runner.drop(key)

@@ -38,7 +38,7 @@ from kvferry.services.router.sessions.store import SessionLease
 from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import Turn, deadline_passed
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import KvferryError, Overloaded
+from kvferry.shared.errors import KvferryError, Overloaded, StoreUnavailable
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
@@ -101,6 +101,8 @@ class Completion:
         self._recording: asyncio.Task[None] | None = None
         """Commits the record, then ends the answer; started when the last token is there."""
         self._committed = False
+        self._is_unstored = False
+        """The turn is not part of its session, because Redis does not take the record."""
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
         self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
@@ -155,8 +157,8 @@ class Completion:
     async def _answer(self, lease: SessionLease | None) -> None:
         services, request = self.services, self.request
         record = lease.record if lease is not None else None
-        if record is not None and record.model_fingerprint != self.model.fingerprint:
-            record = None  # token ids of another model
+        if record is not None:
+            record = record.for_model(self.model.fingerprint)
         former = record
         if self.chain is not None:
             self.chain.check(record)
@@ -188,9 +190,8 @@ class Completion:
             deadline_s=self._deadline_s,
             owner=self.owner,
             session=self.session,
-            session_base=lease.base if lease is not None else None,
             document=named.history if lease is not None else None,
-            has_history=record is not None,
+            has_history=record is not None and bool(record.token_ids),
             keeps_cut_off=lease is not None and bool(request.stream),
             prefer_prefill=await self._prefill_addresses(prompt, known or named.prefill_addresses),
             prefer_decode=(record.decode_address,) if record is not None else decode_addresses,
@@ -385,13 +386,16 @@ class Completion:
     def kv(self) -> KvReport:
         """The response's `kv` object; of what is known so far while the turns run."""
         asked, used = self.request.token_limit, self.choices[0].turn.request.sampling.max_tokens
-        return kv_report(
+        report = kv_report(
             self._chosen,
             self.num_prompt_tokens,
             [choice.turn.stats for choice in self.choices],
             num_kept_bins=self.request.kv_kept_bins or 0,
             max_tokens=used if asked is not None and used < asked[1] else None,
         )
+        if self._is_unstored:
+            report["session"] = "not_stored"
+        return report
 
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         choice, stats = self.choices[0], self.choices[0].turn.stats
@@ -413,7 +417,15 @@ class Completion:
             record = self.chain.added(record, before, self.choices[0], self.usage(), self.kv())
         elif before is not None:
             record = record.with_responses_of(before)
-        self._committed = await lease.commit(record)
+        try:
+            self._committed = await lease.commit(record)
+        except StoreUnavailable as error:
+            lease.note_unstored()
+            self._is_unstored = True
+            if self.chain is not None:
+                self.chain.body = None  # it says that the response is stored
+            self._log.warning("turn was not stored", error=error.message)
+            return
         if not self._committed:
             self._log.warning("turn was not added to its session: it was deleted or taken over")
 

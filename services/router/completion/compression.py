@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from typing_extensions import TypedDict
 
@@ -227,7 +227,8 @@ class KvReport(TypedDict):
     request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
     `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
     short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt.
+    `max_tokens` where the request's limit is above the room that the context has after the prompt. `session`
+    is there where the turn could not be stored: the session's next turn must have the whole conversation.
 
     Of several prompts, tokens and bytes are sums, too, times those of the slowest and `smaller_token_budget`
     the least. Anything else is a list where the prompts differ: each one's value, or null.
@@ -251,6 +252,7 @@ class KvReport(TypedDict):
     transfer_ms: float
     kept: NotRequired[Each[list[float]]]
     kept_by_layer: NotRequired[Each[list[list[float]]]]
+    session: NotRequired[Literal["not_stored"]]
 
 
 _ADDED: Mapping[str, Callable[[list[Any]], Any]] = {

@@ -388,7 +388,7 @@ class PromptBuilder:
                 )
             text = self.tokenizer.decode(token_ids)
         if record is not None:
-            known = record.token_ids
+            known = record.token_ids or tuple(self.tokenizer.encode(record.text))  # of another model's record
             begins = text.startswith(record.text) if is_text else token_ids[: len(known)] == known
             appends = mode == "append" or (mode == "auto" and not begins)
             if appends or (begins and is_text):

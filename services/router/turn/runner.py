@@ -19,8 +19,6 @@ from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool
 from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
-    PendingInfo,
-    PendingTurns,
     PrefixRequest,
     SessionKey,
 )
@@ -159,23 +157,6 @@ class TurnRunner:
         if found or prefer or len(workers) == num_ready:
             return found or prefer
         return (workers[0].address,)
-
-    async def announce_pending(self, turns: PendingTurns) -> frozenset[SessionKey]:
-        """See `Announce`. A worker that does not answer soon is told again later."""
-        answers = await _asked(
-            self.prefill.workers(),
-            lambda client: client.announce_pending(turns, timeout_s=_PENDING_TIMEOUT_S),
-            failed="turns not announced",
-        )
-        return frozenset(session for answer in answers.values() for session in answer.overtaken)
-
-    async def pending_turn(self, session: SessionKey) -> list[PendingInfo]:
-        """See `Announce`. A worker that does not answer soon knows nothing."""
-        answers = await _asked(
-            self.prefill.workers(),
-            lambda client: client.pending_turn(session, timeout_s=_PENDING_TIMEOUT_S),
-        )
-        return list(answers.values())
 
     async def drop(self, session: SessionKey, *, addresses: Iterable[str] | None = None) -> None:
         """Have workers drop a session's KV.

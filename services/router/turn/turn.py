@@ -39,7 +39,6 @@ from kvferry.shared.errors import (
     LeaseExpired,
     Overloaded,
     SessionBusy,
-    SessionPending,
     WorkerUnavailable,
 )
 from kvferry.shared.process.draining import REASON
@@ -256,11 +255,7 @@ class Turn:
             others = pool.ready_workers(fingerprint, attempt.prefill.version)
             if any(worker.address not in self._avoid[role] for worker in others):
                 return
-        final = (
-            not error.retryable
-            or isinstance(error, DeadlineExceeded | SessionBusy | SessionPending)
-            or refused
-        )
+        final = not error.retryable or isinstance(error, DeadlineExceeded | SessionBusy) or refused
         if final or role is None or stats.replays >= runner.max_recoveries:
             if isinstance(error, LeaseExpired):
                 raise Overloaded(
@@ -325,5 +320,4 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
 
 def _is_refusal(error: KvferryError) -> bool:
     """The worker works and has no room now, or is of another release; the client may retry."""
-    overloaded = isinstance(error, Overloaded) and not isinstance(error, WorkerUnavailable)
-    return (overloaded and not isinstance(error, SessionPending)) or isinstance(error, CapacityExceeded)
+    return isinstance(error, Overloaded | CapacityExceeded) and not isinstance(error, WorkerUnavailable)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
-from kvtest.scripted_workers import Announced
 
 from kvferry.services.router.http import key_counts
 from kvferry.services.router.http.access import KeyFile, KeyLimits
@@ -63,7 +62,6 @@ class Router:
             records,
             lease_s=30.0,
             on_event=self.events.append,
-            workers=Announced(),
             ttl_s=600.0,
             document_ttl_s=600.0,
             wait_s=30.0,

@@ -23,7 +23,6 @@ from kvferry.shared.control.messages import (
     HistoryInfo,
     PrefillPrompt,
     PrefixRequest,
-    SessionBase,
     SessionKey,
     TurnPrompt,
 )
@@ -168,7 +167,6 @@ async def test_both_workers_are_told_all_that_the_turn_has_of_its_prompt(workers
         has_history=True,
         max_reused_tokens=1,
         priority=2,
-        session_base=SessionBase(router="r", commit_id="c"),
     )
     await Turn(workers.runner, request).run()
     for worker, kind in ((workers.prefill, PrefillPrompt), (workers.decode, TurnPrompt)):
