@@ -353,11 +353,11 @@ class KvReport(TypedDict):
     """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
 
     `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
-    prompt; of the method "auto", why the router chose this one. `quality` and `retention` are there where the
-    request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
-    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt.
+    prompt. `quality` and `retention` are there where the request gave a quality, `delta_bytes` where decode
+    had retained KV of the session, `kept` and `kept_by_layer` where the request gave `kv_kept_bins`.
+    `smaller_token_budget` is there where decode was short of memory and used a budget between the request's
+    `min_token_budget` and its `token_budget`, `max_tokens` where the request's limit is above the room that
+    the context has after the prompt.
     """
 
     method: str
@@ -387,7 +387,6 @@ def kv_report(
     stats: Sequence[TurnStats],
     *,
     num_kept_bins: int = 0,
-    chosen: str = "",
     max_tokens: int | None = None,
 ) -> KvReport:
     """The report of one response.
@@ -397,7 +396,6 @@ def kv_report(
         quality: the quality that the request gave.
         stats: of each choice's turn.
         num_kept_bins: the request's `kv_kept_bins`.
-        chosen: why the router chose the method; empty where the request did.
         max_tokens: the answer's limit where it is below the request's.
     """
     first = stats[0].first
@@ -424,9 +422,7 @@ def kv_report(
     if max_tokens is not None:
         report["max_tokens"] = max_tokens
     if plan is not None:
-        if chosen and report["method"] in (plan.method, ""):
-            report["reason"] = chosen
-        elif report["method"] == "full":
+        if report["method"] == "full":
             report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
         elif (reason := _why_not_compress(plan, stats[0])) is not None:
             report["reason"] = reason

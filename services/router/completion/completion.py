@@ -25,7 +25,7 @@ from kvferry.services.router.completion.choice import (
     kv_report,
 )
 from kvferry.services.router.completion.documents import NamedDocuments
-from kvferry.services.router.completion.inputs import ChosenPlan, Preamble, Prompt
+from kvferry.services.router.completion.inputs import Preamble, Prompt
 from kvferry.services.router.completion.prompt_tokens import prompt_tokens
 from kvferry.services.router.completion.requests import (
     ChatRequest,
@@ -57,10 +57,6 @@ class CompletionEnd(TypedDict):
 
 
 CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
-
-
-EXPECTED_ANSWER_TOKENS = 512
-"""Of most answers, by which the method "auto" compares times."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -99,7 +95,7 @@ class Completion:
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
         self._deadline_s = asyncio.get_running_loop().time() + self.services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
-        self._chosen: ChosenPlan | None = None
+        self._plan: CompressionPlan | None = None
         self._quality: float | None = None
         self._implicit: ImplicitTurn | None = None
         salt = self.request.salt
@@ -180,16 +176,12 @@ class Completion:
             await services.sessions.check_quota(lease, services.config, begun)
         compression = request.kv_compression or (named.compression if named is not None else None)
         self._quality = compression.quality if compression is not None else None
-        limit = request.token_limit
-        expected = EXPECTED_ANSWER_TOKENS if limit is None else min(max(1, limit[1]), EXPECTED_ANSWER_TOKENS)
-        self._chosen = await services.plans.choose(
-            compression, prompt.token_ids, self.model, answer_tokens=expected
-        )
+        self._plan = await services.plans.choose(compression, prompt.token_ids, self.model)
         grammar = (
             await services.prompts.grammar(request, self.model, self.owner) if request.has_structure else None
         )
         thinking = services.prompts.thinking_budget(request, prompt)
-        turn = self._turn_request(record, prompt, named, self._chosen.plan, grammar, thinking)
+        turn = self._turn_request(record, prompt, named, self._plan, grammar, thinking)
         if lease is not None:
             turn = replace(turn, session_base=lease.base)
         if record is None and former is not None:
@@ -435,14 +427,12 @@ class Completion:
     def kv(self) -> KvReport:
         """The response's `kv` object; of what is known so far while the turns run."""
         stats = [choice.turn.stats for choice in self.choices]
-        chosen = self._chosen
         return kv_report(
-            chosen.plan if chosen is not None else None,
+            self._plan,
             self._quality,
             self.num_prompt_tokens,
             stats,
             num_kept_bins=self.request.kv_kept_bins or 0,
-            chosen=chosen.reason if chosen is not None else "",
             max_tokens=self._smaller_limit(),
         )
 

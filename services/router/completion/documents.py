@@ -56,7 +56,7 @@ async def create(
             f"{model.max_model_len}",
             param="text",
         )
-    chosen = await services.plans.choose(compression, token_ids, model, answer_tokens=1)
+    plan = await services.plans.choose(compression, token_ids, model)
     async with services.sessions.lease(key, needs_record=False) as lease:
         earlier = lease.record.prefill_addresses if lease.record is not None else ()
         record = SessionRecord(
@@ -75,7 +75,7 @@ async def create(
             request_id=request_id,
             model=model,
             prompt_token_ids=token_ids,
-            plan=chosen.plan,
+            plan=plan,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
             owner=key.owner,

@@ -42,7 +42,6 @@ from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.params import Grammar, ThinkingBudget
 
 if TYPE_CHECKING:
-    from kvferry.services.router.completion.fastest import FastestMethod
     from kvferry.shared.model.answer import AnswerParser
 
 Messages = tuple[ChatMessage, ...]
@@ -503,18 +502,6 @@ _FALLBACKS = ("rocketkv", "full")
 """Methods in place of a default that does not go with the model."""
 
 
-AUTO = "auto"
-"""The method of requests that leave it to the router which one has their quality."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChosenPlan:
-    """A request's plan. Attributes: reason: why the router chose its method; empty where it had no choice."""
-
-    plan: CompressionPlan
-    reason: str = ""
-
-
 class PlanChooser:
     """The server's default plan, the methods that requests may name, and their quality curves.
 
@@ -541,11 +528,6 @@ class PlanChooser:
 
         folders = [SHIPPED_CALIBRATION, *([Path(config.calibration)] if config.calibration else [])]
         self._curves = CurveBook.read(folders)
-        self._fastest: FastestMethod | None = None
-        if config.machine:
-            from kvferry.services.router.completion.fastest import FastestMethod
-
-            self._fastest = FastestMethod(config.machine, config.link_gbits)
 
     def all(self) -> tuple[CompressionPlan, ...]:
         """The plan of each allowed method where a request gives no budget."""
@@ -564,76 +546,26 @@ class PlanChooser:
         return self._default_method
 
     async def choose(
-        self,
-        wanted: KvCompression | None,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        *,
-        answer_tokens: int,
-    ) -> ChosenPlan:
-        """The plan of one prompt. Args: answer_tokens: how long the answer is likely to be at most.
+        self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
+    ) -> CompressionPlan:
+        """The plan of one prompt.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
         wanted = wanted or KvCompression()
-        if wanted.method == AUTO:
-            return await self._fastest_plan(wanted, prompt_token_ids, model, answer_tokens)
         method = self._method(wanted, model)
         if wanted.quality is None:
-            return ChosenPlan(plan=self._plan(wanted, method))
-        self._refuse_parameters(wanted)
-        return ChosenPlan(plan=await self._with_quality(wanted.quality, method, prompt_token_ids, model))
-
-    async def _fastest_plan(
-        self,
-        wanted: KvCompression,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        answer_tokens: int,
-    ) -> ChosenPlan:
-        """Of the methods with a curve, and full, which has every quality."""
-        if self._fastest is None or wanted.quality is None:
-            lacks = (
-                "the request has no quality" if self._fastest is not None else "the server has no --machine"
-            )
-            raise InvalidRequest(
-                f"kv_compression.method is 'auto', which needs a quality and times of this machine; {lacks}",
-                param="kv_compression.method",
-            )
-        self._refuse_parameters(wanted)
-        plans = []
-        for method in self._fastest.methods(self.allowed, model):
-            if method == "full":
-                plans.append(plan_for(method))
-            elif self._curves.find(model.fingerprint, method) is not None:
-                plans.append(await self._with_quality(wanted.quality, method, prompt_token_ids, model))
-        if not plans:
-            raise InvalidRequest(
-                "kv_compression.method is 'auto', and no allowed method has both a quality curve and times",
-                param="kv_compression.method",
-            )
-        num_tokens = len(prompt_token_ids)
-        chosen, reason = self._fastest.choose(
-            plans, model, prompt_tokens=num_tokens, answer_tokens=answer_tokens
-        )
-        return ChosenPlan(plan=chosen, reason=reason)
-
-    @staticmethod
-    def _refuse_parameters(wanted: KvCompression) -> None:
+            return self._plan(wanted, method)
         if wanted.parameters:
             raise InvalidRequest(
                 "kv_compression.quality uses curves calibrated with the methods' own parameters; with "
                 "kv_compression.parameters give token_budget or retention",
                 param="kv_compression.quality",
             )
-
-    async def _with_quality(
-        self, quality: float, method: str, prompt_token_ids: Sequence[int], model: ModelSpec
-    ) -> CompressionPlan:
         curve = self._curve(method, model)
         # In a thread, because it reads the whole prompt.
         retention = await asyncio.to_thread(
-            curve.retention, quality, prompt_token_ids, vocab_size=model.vocab_size
+            curve.retention, wanted.quality, prompt_token_ids, vocab_size=model.vocab_size
         )
         return plan_for(method, budget=Budget(retention=retention))
 
