@@ -1,4 +1,4 @@
-"""Bodies of requests: the caller's key is checked, the body is read as strict JSON, and fields have types
+"""Bodies of requests: it is checked who calls, the body is read as strict JSON, and fields have types
 whose errors name what is allowed.
 
 Routes are FastAPI's; `errors.py` words what their fields' types refuse.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -24,10 +27,12 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_jso
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, Scope
 from kvferry.services.router.http.errors import UNKNOWN_FIELD, describe
 from kvferry.services.router.http.large_work import SMALL_BYTES, BodyWork
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
+from kvferry.shared.process.serving import parse_address
 
 # ---- routes ----------------------------------------------------------------------------------------------
 
@@ -38,15 +43,19 @@ class Authenticator:
 
     Without keys that may chat anyone may, but sessions still belong to the key that was sent.
 
-    Args:
-        api_keys: keys that may do everything.
-        file: further keys.
+    Args: file: keys beside those of `api_keys`, which may do everything.
     """
 
-    def __init__(self, api_keys: Iterable[str], file: KeyFile | None = None) -> None:
-        self._digests = tuple(_digest(key) for key in api_keys)
+    def __init__(self, config: RouterConfig, file: KeyFile | None) -> None:
+        self._digests = tuple(_digest(key) for key in split_list(config.api_keys))
         self._file = file
         self._closed: set[Scope] = set()
+        self._origins = split_list(config.cors_origins)
+        hosts = split_list(config.allowed_hosts)
+        # over TLS, a page elsewhere has no certificate for its name here
+        self._any_host = bool(config.tls_cert) or "*" in hosts
+        listen, _ = parse_address("listen", config.listen)
+        self._hosts = {name.lower() for name in (*hosts, listen, socket.gethostname())}
 
     def is_open(self, scope: Scope) -> bool:
         """Whether no key is needed: there is none for this, and there never was."""
@@ -97,6 +106,55 @@ class Authenticator:
             self.owner(headers, "admin")
         elif not self.is_open("chat"):
             raise PermissionDenied("No key of api_keys_file is for admin, which is needed", reason="scope")
+
+    def check_host(self, headers: Headers) -> None:
+        """Check the host that a request names, where no key is needed.
+
+        A page elsewhere can have its own name point to an address of this machine or network (DNS rebinding).
+        Its browser then takes this server for the page's own, and lets it read answers. It cannot have a name
+        that only the network itself gives out, or an address, and not a certificate for this server.
+
+        Raises: PermissionDenied.
+        """
+        if self._any_host or not self.is_open("chat"):
+            return
+        host = headers.get("host", "")  # browsers always send one
+        name, colon, port = host.rpartition(":")
+        name = (name if colon and port.isdigit() else host).strip("[]").rstrip(".").lower()
+        if name in self._hosts or _is_local(name):
+            return
+        raise PermissionDenied(
+            f"The request is for the host {name[:100]!r}. Without API keys this server answers only those "
+            "for an address, a name of the local network, or one of --allowed-hosts",
+            reason="host",
+        )
+
+    def check_origin(self, headers: Headers) -> None:
+        """Check which site's page a request comes from: one of another site can make a browser send a POST
+        without asking this server first. Programs send neither header.
+
+        Raises: PermissionDenied: it is none of `cors_origins`.
+        """
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+        if "*" in self._origins or origin in self._origins:
+            return
+        is_other = bool(origin) and urlsplit(origin).netloc != headers.get("host", "")
+        if is_other or site in ("cross-site", "same-site"):
+            raise PermissionDenied(f"The request comes from a page of another site: {(origin or site)[:200]}")
+
+
+_PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".svc")
+"""Ends of names that no public server resolves."""
+
+
+def _is_local(name: str) -> bool:
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.endswith(_PRIVATE)
+    return True
 
 
 class KeyedRoute(APIRoute):
