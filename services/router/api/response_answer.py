@@ -53,7 +53,7 @@ def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
         "tools": [_tool(tool) for tool in known_fields(body.tools or [])],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": body.truncation or "disabled",
+        "truncation": (body.model_extra or {}).get("truncation") or "disabled",
         "usage": None,
         "user": None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import msgspec
 from fastapi import Request
@@ -20,7 +20,7 @@ from kvferry.services.router.completion.requests import Message, TokenId
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.completion.tools import Tools
 from kvferry.services.router.completion.translation import validated
-from kvferry.services.router.http.body import ClientModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Refused
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 
@@ -35,6 +35,8 @@ _OF_CHATS = (
 class TokenizeRequest(ChatFields):
     """POST /tokenize: a `prompt`, or the `messages` of a chat."""
 
+    refused: ClassVar[Refused] = {"chat_template": ()}
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -43,7 +45,6 @@ class TokenizeRequest(ChatFields):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Annotated[Any, Unsupported()] = None
 
     @field_validator("messages")
     @classmethod

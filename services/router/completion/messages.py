@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import (
     AgentHint,
     CacheControl,
@@ -25,7 +26,7 @@ from kvferry.services.router.completion.requests import (
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName
 from kvferry.services.router.completion.translation import Names, Translation, chat_request
-from kvferry.services.router.http.body import ClientModel, Range, Unsupported
+from kvferry.services.router.http.body import ClientModel, Range
 from kvferry.services.router.sessions.record import SessionId
 
 _NAMES = {
@@ -198,6 +199,8 @@ class ContextManagement(ClientModel):
 class PromptFields(ClientModel):
     """What decides an Anthropic prompt. One that ends with an answer has it continued."""
 
+    refused = refused_fields.OF_TOKEN_COUNTS
+
     model: str
     messages: Annotated[list[ClientMessage], Field(min_length=1, fail_fast=True)]
     system: ReadableContent | None = None
@@ -207,7 +210,6 @@ class PromptFields(ClientModel):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: Annotated[Any, Unsupported([])] = None
 
     @field_validator("messages")
     @classmethod
@@ -224,10 +226,11 @@ class CountTokensRequest(PromptFields, EngineFields, ChatFields):
 class MessagesRequest(PromptFields, EngineFields, ChatFields, StructuredField):
     """POST /v1/messages."""
 
+    refused = refused_fields.OF_MESSAGES
+
     max_tokens: Annotated[int, Range(1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
     session_id: SessionId | None = None
-    container: Annotated[Any, Unsupported()] = None
 
 
 def translate(body: MessagesRequest | CountTokensRequest) -> Translation:

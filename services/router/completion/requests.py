@@ -12,11 +12,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import (
     INT31,
     MAX_PRIORITY,
@@ -25,11 +26,6 @@ from kvferry.services.router.completion.engine_fields import (
     KvCompression,
     Priority,
     TtlS,
-)
-from kvferry.services.router.completion.refused_fields import (
-    RefusedChatFields,
-    RefusedFields,
-    RefusedTextFields,
 )
 from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
 from kvferry.services.router.completion.tools import (
@@ -41,7 +37,7 @@ from kvferry.services.router.completion.tools import (
     ToolCall,
     Tools,
 )
-from kvferry.services.router.http.body import ClientModel, Range, StrictModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Range, Refused, StrictModel
 from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.chat_template import ChatMessage, normalize_role
@@ -130,6 +126,7 @@ class Message(ClientModel):
     `reasoning_content`."""
 
     echoed = frozenset({"annotations"})
+    refused: ClassVar[Refused] = {"audio": (), "function_call": ()}
 
     role: Annotated[str, StringConstraints(max_length=64)]
     content: Annotated[Content | None, Field(validate_default=True)] = None
@@ -139,8 +136,6 @@ class Message(ClientModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    audio: Annotated[Any, Unsupported()] = None
-    function_call: Annotated[Any, Unsupported()] = None
 
     @field_validator("content")
     @classmethod
@@ -173,7 +168,7 @@ class StreamOptions(ClientModel):
     continuous_usage_stats: bool | None = None
 
 
-class CompletionFields(EngineFields, StructuredFields, RefusedFields):
+class CompletionFields(EngineFields, StructuredFields):
     """The fields of both endpoints."""
 
     stream_options: StreamOptions | None = None
@@ -291,8 +286,10 @@ class CompletionFields(EngineFields, StructuredFields, RefusedFields):
         return self.session_mode == "replace"
 
 
-class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
+class ChatRequest(CompletionFields, ChatFields):
     """POST /v1/chat/completions."""
+
+    refused = refused_fields.OF_CHATS
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Tools | None = None
@@ -398,7 +395,7 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
         return super().is_whole or (self.session_mode != "append" and answered)
 
 
-class TextRequest(CompletionFields, RefusedTextFields):
+class TextRequest(CompletionFields):
     """POST /v1/completions. A prompt is a string or token ids; a list of prompts has the choices of each in
     turn.
 
@@ -406,6 +403,8 @@ class TextRequest(CompletionFields, RefusedTextFields):
     `prompt_logprobs` lists them apart from the text, as vLLM does. `max_tokens` may be 0 with either. No
     session takes them, and the prompt is run afresh for its logprobs.
     """
+
+    refused = refused_fields.OF_TEXTS
 
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Range(0)] | None = None
@@ -480,7 +479,8 @@ def sampling_params(
             param="messages" if is_chat else "prompt",
         )
     is_prompt_alone = limit is not None and limit[1] == 0
-    if is_prompt_alone and not request.echo and request.num_prompt_alternatives is None:
+    has_echo = isinstance(request, TextRequest) and bool(request.echo)
+    if is_prompt_alone and not has_echo and request.num_prompt_alternatives is None:
         raise InvalidRequest(
             "max_tokens is 0; it must be at least 1 unless echo is true or prompt_logprobs is given",
             param="max_tokens",

@@ -1,7 +1,4 @@
-"""POST /v1/responses: its fields, and the chat request that they stand for.
-
-Fields of OpenAI's API that would change the answer, and that this server lacks, are `Unsupported`.
-"""
+"""POST /v1/responses: its fields, and the chat request that they stand for."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
 from kvferry.services.router.completion.requests import (
     Content,
@@ -23,7 +21,7 @@ from kvferry.services.router.completion.requests import (
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
 from kvferry.services.router.completion.translation import Names, Translation, chat_request
-from kvferry.services.router.http.body import ClientModel, Range, Unsupported
+from kvferry.services.router.http.body import ClientModel, Range, Refused
 from kvferry.shared.model.chat_template import ChatMessage
 
 _NAMES = {
@@ -38,6 +36,7 @@ _NAMES = {
     "logprobs": "include",
     "messages": "input",
 }
+_ASYNC: Refused = {"async": (False,)}
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -56,12 +55,13 @@ class InputMessage(_Item):
 class InputCall(_Item):
     """A function call of an earlier answer."""
 
+    refused = _ASYNC
+
     type: Literal["function_call"]
     call_id: CallId
     name: ToolName
     namespace: str | None = None
     arguments: str
-    async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
 
     def for_chat(self) -> dict[str, Any]:
         name = self.name if self.namespace is None else flat_name(self.namespace, self.name)
@@ -118,12 +118,13 @@ class OtherItem(ClientModel):
 class FunctionTool(ClientModel):
     """A function that the client runs."""
 
+    refused = _ASYNC
+
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
 
     def for_chat(self, namespace: Namespace | None = None) -> dict[str, Any]:
         shown = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
@@ -284,6 +285,8 @@ Metadata = Annotated[
 class ResponseRequest(EngineFields, ChatFields, StructuredField):
     """POST /v1/responses. With `store`, which is true unless given, the response is a turn of a session."""
 
+    refused = refused_fields.OF_RESPONSES
+
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -299,13 +302,6 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
     metadata: Metadata | None = None
-    truncation: Annotated[Any, Unsupported("disabled", "auto")] = None
-    session_id: Annotated[Any, Unsupported()] = None
-    background: Annotated[Any, Unsupported(False)] = None
-    conversation: Annotated[Any, Unsupported()] = None
-    prompt: Annotated[Any, Unsupported()] = None
-    context_management: Annotated[Any, Unsupported([])] = None
-    moderation: Annotated[Any, Unsupported()] = None
 
     @field_validator("top_logprobs")
     @classmethod

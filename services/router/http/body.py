@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema, from_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
@@ -306,6 +306,10 @@ _VALUES = re.compile(
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+Refused = Mapping[str, tuple[Any, ...]]
+"""Fields whose effect a client would miss, each with the values that ask for nothing, beside null."""
+
+
 class StrictModel(BaseModel):
     """No conversions, no unknown fields, no NaN or infinity."""
 
@@ -313,19 +317,33 @@ class StrictModel(BaseModel):
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    refused: ClassVar[Refused] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
+    def _check_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         # An error for each of a hundred thousand unknown fields would take seconds.
-        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        if len(value) > _MAX_FIELDS:
             raise PydanticCustomError("rule", f"must have at most {_MAX_FIELDS} fields")
+        for name, given in value.items():
+            if given is None or (neutral := cls.refused.get(name)) is None:
+                continue
+            # False is no 0, and True no 1.
+            if not any(type(its) is type(given) and its == given for its in neutral):
+                kind = PydanticCustomError("unsupported", "is not supported by this server")
+                error = InitErrorDetails(type=kind, loc=(name,), input=given)
+                raise ValidationError.from_exception_data(cls.__name__, [error])
         return value
 
 
 class ClientModel(StrictModel):
     """A part of a request of an API that others have too. Unknown fields are kept only to be named.
 
-    Attributes: echoed: fields of answers that clients send back; they change nothing and are not named.
+    Attributes:
+        echoed: fields of answers that clients send back; they change nothing and are not named.
+        refused: fields that no type has and that are refused where they ask for something.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -346,7 +364,8 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
         yield f"{path}{value.left_out}"
     elif isinstance(value, BaseModel):
         for name, given in (value.model_extra or {}).items():
-            if given is not None and not (isinstance(value, ClientModel) and name in value.echoed):
+            is_known = isinstance(value, ClientModel) and (name in value.echoed or name in value.refused)
+            if given is not None and not is_known:
                 yield f"{path}{name}"
         for name, field in type(value).model_fields.items():
             if isinstance(given := getattr(value, name), BaseModel | list):
@@ -365,6 +384,7 @@ def known_fields(value: Any) -> Any:
     if not isinstance(value, ClientModel):
         return value
     fields = {field.alias or name: getattr(value, name) for name, field in type(value).model_fields.items()}
+    fields |= {name: given for name, given in (value.model_extra or {}).items() if name in value.refused}
     return {name: known_fields(given) for name, given in fields.items() if given is not None}
 
 
@@ -424,20 +444,3 @@ def _refined(first: CoreSchema, second: CoreSchema, kind: str, message: str) -> 
     return core_schema.chain_schema(
         [first, core_schema.custom_error_schema(second, kind, custom_error_message=message)]
     )
-
-
-class Unsupported:
-    """A field whose effect a client would miss, with the values that ask for nothing."""
-
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: Any) -> Any:
-        # False is no 0, and True no 1.
-        asks = [other for other in self._neutral if type(other) is type(value) and other == value]
-        if value is not None and not asks:
-            raise PydanticCustomError("unsupported", "is not supported by this server")
-        return value
