@@ -27,7 +27,7 @@ from kvferry.services.router.completion.choice import Choice, ChoiceDelta, Token
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.requests import ChatRequest, TextRequest
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.completion.translation import Translation
+from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import KeyedRoute
 from kvferry.services.router.http.errors import ErrorBody, describe, error_body
 from kvferry.services.router.http.middleware import RequestRecord
@@ -49,6 +49,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_SAME_NAMES = Names()
 _MAX_CHOICES = 128
 """Of a request with several prompts."""
 _DONE = b"data: [DONE]\n\n"
@@ -106,15 +107,7 @@ async def text(request: Request, services: Shared, body: TextRequest) -> Respons
 
 
 def _complete(request: Request, services: Services, body: ChatRequest | TextRequest) -> Response:
-    completion = begin(request, services, body, session_of(request, body))
-    request.state.record.ignored.update(services.prompts.ignored_fields(body))
-    return OpenAiResponse(completion, record=request.state.record, keepalive_s=services.config.keepalive_s)
-
-
-def note_ignored(request: Request, services: Services, translation: Translation) -> None:
-    """Have the answer name what a request of another API than chats' has that changes nothing."""
-    in_chat = services.prompts.ignored_fields(translation.chat)
-    request.state.record.ignored.update(map(translation.names.name, in_chat))
+    return OpenAiResponse(begin(request, services, body, session_of(request, body)), request)
 
 
 def begin(
@@ -122,9 +115,16 @@ def begin(
     services: Services,
     body: ChatRequest | TextRequest,
     session: SessionKey | None,
+    *,
+    names: Names = _SAME_NAMES,
     chain: ResponseChain | None = None,
 ) -> Completion | CompletionBatch:
-    """Start the completion of a request. Args: chain: of a response that is stored."""
+    """Start the completion of a request, and have the answer name the fields that change nothing.
+
+    Args:
+        names: what the client calls the request's fields.
+        chain: of a response that is stored.
+    """
     model = named_model(services, body.model)
     record: RequestRecord = request.state.record
     record.fields |= {"stream": bool(body.stream), "session": session is not None}
@@ -148,6 +148,7 @@ def begin(
         assert isinstance(body, TextRequest), "chats have one prompt"
         completion = CompletionBatch(body, parts)
     completion.start()
+    record.ignored.update(map(names.name, services.prompts.ignored_fields(body)))
     return completion
 
 
@@ -200,22 +201,17 @@ class CompletionResponse(Response):
     """Sends a completion's events, whole or as a stream. What a client is sent is decided by each API's own
     class.
 
-    Args:
-        record: the request's log line, which gets the completion's numbers.
-        keepalive_s: a stream that is silent for this long sends an empty line.
+    Args: names: what the client calls the fields of the completion's request.
     """
 
     def __init__(
-        self,
-        completion: Completion | CompletionBatch,
-        *,
-        record: RequestRecord,
-        keepalive_s: float,
+        self, completion: Completion | CompletionBatch, request: Request, names: Names = _SAME_NAMES
     ) -> None:
         super().__init__()
         self.completion = completion
-        self._record = record
-        self._keepalive_s = keepalive_s
+        self._record: RequestRecord = request.state.record
+        self._keepalive_s: float = request.app.state.services.config.keepalive_s
+        self._told = names.told
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         """The whole answer."""
@@ -224,10 +220,6 @@ class CompletionResponse(Response):
     def piece(self, event: CompletionEvent) -> bytes:
         """What an event adds to the stream."""
         raise NotImplementedError
-
-    def told(self, error: KvferryError) -> KvferryError:
-        """The error in the words of the client's API."""
-        return error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_stream = self.completion.request.stream
@@ -242,26 +234,27 @@ class CompletionResponse(Response):
         deltas: list[ChoiceDelta] = []
         while not isinstance(event := await self.completion.events.get(), dict):
             if isinstance(event, KvferryError):
-                raise self.told(event)
+                raise self._told(event)
             if event is not None:
                 deltas.append(event)
         answer = JSONResponse(self.whole(deltas, event))
         await answer(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
+        events = self.completion.events
         # Where nothing comes for a while, the stream sends an empty line.
-        with SilenceTimer(self._keepalive_s, lambda: self.completion.events.put_nowait(None)) as timer:
+        with SilenceTimer(self._keepalive_s, lambda: events.put_nowait(None)) as timer:
             await self._send_events(send, timer)
 
     async def _send_events(self, send: Send, timer: SilenceTimer) -> None:
         event = await self._next_event(timer)
         if isinstance(event, KvferryError):
-            raise self.told(event)
+            raise self._told(event)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS.copy()})
         goes_on, pieces, events = True, list[bytes](), self.completion.events
         while goes_on:
             if isinstance(event, KvferryError):
-                event = self.told(event)
+                event = self._told(event)
                 self._record.fail(event)
             goes_on = event is None or isinstance(event, ChoiceDelta)
             pieces.append(_KEEP_ALIVE if event is None else self.piece(event))
@@ -298,8 +291,8 @@ class CompletionResponse(Response):
 class OpenAiResponse(CompletionResponse):
     """Of chat and text completions."""
 
-    def __init__(self, completion: Completion | CompletionBatch, **options: Any) -> None:
-        super().__init__(completion, **options)
+    def __init__(self, completion: Completion | CompletionBatch, request: Request) -> None:
+        super().__init__(completion, request)
         self._request = completion.request
         self._is_chat = isinstance(completion.request, ChatRequest)
         kind = "chat.completion.chunk" if self._request.stream else "chat.completion"

@@ -20,11 +20,11 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
-    note_ignored,
     server_event,
     session_of,
 )
 from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.documents import first_prompt
@@ -46,39 +46,28 @@ _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 )
 async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
     # thousands of blocks take tens of milliseconds
-    translation = await request.state.work(partial(translate, body))
-    chat, names = translation.chat, translation.names
-    completion = begin(request, services, chat, session_of(request, chat))
-    assert isinstance(completion, Completion), "a message has one prompt"
-    note_ignored(request, services, translation)
-    return MessagesAnswer(
-        completion,
-        names=names,
-        record=request.state.record,
-        keepalive_s=services.config.keepalive_s,
-    )
+    chat, names = await request.state.work(partial(translate, body))
+    completion = begin(request, services, chat, session_of(request, chat), names=names)
+    return MessagesAnswer(completion, request, names)
 
 
 @router.post("/v1/messages/count_tokens", summary="Count the tokens of a prompt")
 async def count_tokens(request: Request, services: Shared, body: CountTokensRequest) -> TokensCount:
     # thousands of blocks take tens of milliseconds
-    translation = await request.state.work(partial(translate, body))
+    chat, names = await request.state.work(partial(translate, body))
     model = named_model(services, body.model)
     try:
-        prompt = await first_prompt(
-            services, request.state.owner, request.state.work, translation.chat, model
-        )
+        prompt = await first_prompt(services, request.state.owner, request.state.work, chat, model)
     except InvalidRequest as error:
-        raise translation.names.told(error) from None
+        raise names.told(error) from None
     return {"input_tokens": len(prompt.token_ids)}
 
 
 class MessagesAnswer(CompletionResponse):
-    """Of the Messages API. Args: names: what the fields of the chat request are called in the client's."""
+    """Of the Messages API."""
 
-    def __init__(self, completion: Completion, *, names: Names, **options: Any) -> None:
-        super().__init__(completion, **options)
-        self._names = names
+    def __init__(self, completion: Completion | CompletionBatch, request: Request, names: Names) -> None:
+        super().__init__(completion, request, names)
         self._parts = AnswerParts()
         self._has_begun = False
         self._head: dict[str, Any] = {
@@ -90,9 +79,6 @@ class MessagesAnswer(CompletionResponse):
             "stop_reason": None,
             "stop_sequence": None,
         }
-
-    def told(self, error: KvferryError) -> KvferryError:
-        return self._names.told(error)
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         choice = self.completion.choices[0]

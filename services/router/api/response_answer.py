@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
 from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
 from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
@@ -154,30 +157,25 @@ class ResponsesAnswer(CompletionResponse):
     Args:
         head: the response object before its answer.
         items: its output items.
-        names: what the fields of the completion's request are called in the client's.
     """
 
     def __init__(
         self,
-        completion: Completion,
+        completion: Completion | CompletionBatch,
+        request: Request,
+        names: Names,
         *,
         head: dict[str, Any],
         items: OutputItems,
         chain: ResponseChain,
-        names: Names,
-        **options: Any,
     ) -> None:
-        super().__init__(completion, **options)
+        super().__init__(completion, request, names)
         self._head = head
         self._items = items
         self._chain = chain
-        self._names = names
         self._parts = AnswerParts()
         self._deltas: list[ChoiceDelta] = []
         self._num_events = 0
-
-    def told(self, error: KvferryError) -> KvferryError:
-        return self._names.told(error)
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         # What is stored of it was made when it was stored.

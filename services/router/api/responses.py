@@ -16,7 +16,6 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
-    note_ignored,
 )
 from kvferry.services.router.api.response_answer import (
     OutputItems,
@@ -32,7 +31,6 @@ from kvferry.services.router.completion.chain import (
     new_session_id,
     session_id_of,
 )
-from kvferry.services.router.completion.completion import Completion
 from kvferry.services.router.completion.responses import (
     INPUT_ITEM,
     ItemReference,
@@ -73,12 +71,11 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
             body.model_fields_set.add("document_ids")
     body = await _with_items(services, owner, body)
     # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
-    translation = await request.state.work(partial(translate, body, before))
+    chat, names = await request.state.work(partial(translate, body, before))
     session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
     session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
     if session is not None and not continues:
         await _make_room(services, owner)
-    chat, names = translation.chat, translation.names
     head = head_of(body, new_response_id(session_id))
     items = OutputItems(response_id=head["id"], namespaced=body.namespaced)
     chain = ResponseChain(
@@ -88,18 +85,8 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
         num_instructions=int(bool(body.instructions)),
         describe=partial(ended, head, items),
     )
-    completion = begin(request, services, chat, session, chain)
-    assert isinstance(completion, Completion), "a response has one prompt"
-    note_ignored(request, services, translation)
-    return ResponsesAnswer(
-        completion,
-        head=head,
-        items=items,
-        chain=chain,
-        names=names,
-        record=request.state.record,
-        keepalive_s=services.config.keepalive_s,
-    )
+    completion = begin(request, services, chat, session, names=names, chain=chain)
+    return ResponsesAnswer(completion, request, names, head=head, items=items, chain=chain)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, summary="A stored response")

@@ -16,6 +16,7 @@ from kvferry.services.router.completion.engine_fields import (
     EngineFields,
 )
 from kvferry.services.router.completion.requests import (
+    ChatRequest,
     Content,
     ContentPart,
     ReadableContent,
@@ -25,7 +26,7 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName
-from kvferry.services.router.completion.translation import Names, Translation, chat_request
+from kvferry.services.router.completion.translation import Names, chat_request
 from kvferry.services.router.http.body import ClientModel, Range
 from kvferry.services.router.sessions.record import SessionId
 
@@ -233,8 +234,8 @@ class MessagesRequest(PromptFields, EngineFields, ChatFields, StructuredField):
     session_id: SessionId | None = None
 
 
-def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
-    """The request as a chat request.
+def translate(body: MessagesRequest | CountTokensRequest) -> tuple[ChatRequest, Names]:
+    """The request as a chat request, and what the fields of that are called in the client's.
 
     Raises: InvalidRequest naming the field.
     """
@@ -273,7 +274,8 @@ def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences
         fields["session_id"] = body.session_id
-    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
+    names = Names(messages=origins, tools=list(tools), fields=_NAMES)
+    return chat_request(body, fields, names), names
 
 
 def _effort(body: PromptFields) -> str | None:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
 from kvferry.services.router.completion.requests import (
+    ChatRequest,
     Content,
     Parts,
     ReadableContent,
@@ -20,7 +21,7 @@ from kvferry.services.router.completion.requests import (
 )
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
-from kvferry.services.router.completion.translation import Names, Translation, chat_request
+from kvferry.services.router.completion.translation import Names, chat_request
 from kvferry.services.router.http.body import ClientModel, Range, Refused
 from kvferry.shared.model.chat_template import ChatMessage
 
@@ -343,8 +344,9 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
         return _LOGPROBS in (self.include or ())
 
 
-def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translation:
-    """The request as a chat request with the whole conversation.
+def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[ChatRequest, Names]:
+    """The request as a chat request with the whole conversation, and what the fields of that are called in
+    the client's.
 
     Args: before: what the previous response's conversation has, without its instructions.
 
@@ -384,7 +386,8 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         fields["thinking_token_budget"] = body.reasoning.max_tokens
-    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
+    names = Names(messages=origins, tools=list(tools), fields=_NAMES)
+    return chat_request(body, fields, names), names
 
 
 def _shown(message: ChatMessage) -> dict[str, Any]:

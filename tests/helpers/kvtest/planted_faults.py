@@ -279,7 +279,7 @@ _OTHERS = (
         old="""\
         event = await self._next_event(timer)
         if isinstance(event, KvferryError):
-            raise self.told(event)
+            raise self._told(event)
 """,
         new="""\
         event = await self._next_event(timer)
