@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
+from kvferry.services.router.api.answers import chat_logprobs
+from kvferry.services.router.api.completions import CompletionResponse, server_event
 from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
 from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
