@@ -25,8 +25,9 @@ from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import ResponseChain
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob, ToolCallDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.requests import ChatRequest, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import KeyedRoute
 from kvferry.services.router.http.errors import ErrorBody, describe, error_body

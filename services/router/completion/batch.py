@@ -6,7 +6,7 @@ import asyncio
 
 from kvferry.services.router.completion.choice import Choice, KvReport, RequestTimer, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.requests import TextRequest
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
 

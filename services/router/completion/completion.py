@@ -27,13 +27,9 @@ from kvferry.services.router.completion.choice import (
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.inputs import Preamble, Prompt
 from kvferry.services.router.completion.prompt_tokens import prompt_tokens
-from kvferry.services.router.completion.requests import (
-    ChatRequest,
-    TextRequest,
-    sampling_params,
-    with_seed_of,
-)
+from kvferry.services.router.completion.requests import ChatRequest, sampling_params, with_seed_of
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.http.errors import internal_error
 from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner

@@ -10,19 +10,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kvferry.services.router.completion.engine_fields import KvCompression
+from pydantic import StringConstraints
+
+from kvferry.services.router.completion.engine_fields import KvCompression, Priority, TtlS
 from kvferry.services.router.completion.inputs import Preamble, Prompt
-from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.http.body import StrictModel
 from kvferry.services.router.http.large_work import BodyWork
-from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.services.router.sessions.record import SessionId, SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
+
+
+class DocumentRequest(StrictModel):
+    """POST /v1/documents."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    id: SessionId | None = None
+    ttl_s: TtlS | None = None
+    pin: bool = False
+    priority: Priority = 0
+    kv_compression: KvCompression | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest, Message
 from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.completion.tools import NamedTool, Tool
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
