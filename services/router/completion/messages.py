@@ -25,7 +25,7 @@ from kvferry.services.router.completion.requests import (
     text_of,
 )
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName
+from kvferry.services.router.completion.tools import MAX_TOOLS, LeftOut, ToolName
 from kvferry.services.router.completion.translation import Names, chat_request
 from kvferry.services.router.http.body import ClientModel, Range
 from kvferry.services.router.sessions.record import SessionId
@@ -70,16 +70,6 @@ class ThinkingBlock(ClientModel):
     thinking: str
 
 
-class LeftOutBlock(ClientModel):
-    """What another server said to itself, or did with its own tools; the model does not get to know it."""
-
-    type: str
-
-    @property
-    def left_out(self) -> str:
-        return self.type
-
-
 _KINDS = ("text", "tool_use", "tool_result", "thinking")
 _LEFT_OUT = ("redacted_thinking", "server_tool_use", "compaction")
 
@@ -98,7 +88,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[LeftOutBlock, Tag("left_out")],
+    | Annotated[LeftOut, Tag("left_out")],
     Discriminator(_kind, custom_error_type="rule", custom_error_message="must be a block with a type"),
 ]
 
@@ -136,7 +126,7 @@ def _tool_kind(tool: Any) -> str:
 ClientTools = Annotated[
     list[
         Annotated[
-            Annotated[ClientTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+            Annotated[ClientTool, Tag("custom")] | Annotated[LeftOut, Tag("other")],
             Discriminator(_tool_kind),
         ]
     ],

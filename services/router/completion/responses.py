@@ -20,7 +20,7 @@ from kvferry.services.router.completion.requests import (
     text_of,
 )
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
+from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, LeftOut, ToolName, custom_call
 from kvferry.services.router.completion.translation import Names, chat_request
 from kvferry.services.router.http.body import ClientModel, Range, Refused
 from kvferry.shared.model.chat_template import ChatMessage
@@ -105,17 +105,6 @@ class ItemReference(ClientModel):
     id: Annotated[str, StringConstraints(max_length=256)]
 
 
-class OtherItem(ClientModel):
-    """What another server did with a tool of its own, or wrote for itself; the model does not get to know
-    it."""
-
-    type: str
-
-    @property
-    def left_out(self) -> str:
-        return self.type
-
-
 class FunctionTool(ClientModel):
     """A function that the client runs."""
 
@@ -158,8 +147,8 @@ InnerTools = Annotated[
     list[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
-            | Annotated[OtherTool, Tag("other")]
-            | Annotated[OtherTool, Tag("namespace")],
+            | Annotated[LeftOut, Tag("other")]
+            | Annotated[LeftOut, Tag("namespace")],
             Discriminator(_tool_kind, **_TYPED),
         ]
     ],
@@ -170,7 +159,7 @@ ResponseTools = Annotated[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
             | Annotated[Namespace, Tag("namespace")]
-            | Annotated[OtherTool, Tag("other")],
+            | Annotated[LeftOut, Tag("other")],
             Discriminator(_tool_kind, **_TYPED),
         ]
     ],
@@ -216,7 +205,7 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
     | Annotated[InputTools, Tag("tools")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[LeftOut, Tag("other")],
     Discriminator(
         _kind, custom_error_type="rule", custom_error_message="must be a message or an item with a type"
     ),
@@ -241,7 +230,7 @@ class AllowedFunctions(ClientModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction | OtherTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenFunction | LeftOut], Field(max_length=MAX_TOOLS)]
 
     def for_chat(self) -> dict[str, Any]:
         chosen = [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
@@ -315,7 +304,7 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def is_stored(self) -> bool:
         return self.store is not False
 
-    def every_tool(self) -> Iterator[tuple[str, Namespace | None, FunctionTool | OtherTool]]:
+    def every_tool(self) -> Iterator[tuple[str, Namespace | None, FunctionTool | LeftOut]]:
         """Those of `tools`, then those of the input's items, each with its field and namespace."""
         items = () if isinstance(self.input, str) else self.input
         lists = [("tools", self.tools or [])]
@@ -408,7 +397,7 @@ def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     answer: dict[str, Any] = {}
     origin = ""
     for index, item in enumerate(items):
-        if isinstance(item, InputTools | OtherItem | ItemReference):
+        if isinstance(item, InputTools | LeftOut | ItemReference):
             continue
         is_call = isinstance(item, InputCall | InputCustomCall)
         is_message = isinstance(item, InputMessage)

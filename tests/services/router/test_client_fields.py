@@ -91,7 +91,7 @@ CASES: list[tuple[type[ClientModel], Any, str]] = [
     (messages.ToolUseBlock, anthropic_types.ToolUseBlockParam, "cache_control caller toolset_name"),
     (messages.ToolResultBlock, anthropic_types.ToolResultBlockParam, "cache_control is_error toolset_name"),
     (messages.ThinkingBlock, anthropic_types.ThinkingBlockParam, ""),
-    (messages.LeftOutBlock, anthropic_types.RedactedThinkingBlockParam, "data"),
+    (tools.LeftOut, anthropic_types.RedactedThinkingBlockParam, "data"),
 ]
 
 
