@@ -65,8 +65,7 @@ class InputCall(_Item):
     arguments: str
 
     def for_chat(self) -> dict[str, Any]:
-        name = self.name if self.namespace is None else flat_name(self.namespace, self.name)
-        function = {"name": name, "arguments": self.arguments}
+        function = {"name": flat_name(self.namespace, self.name), "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
@@ -116,11 +115,9 @@ class FunctionTool(ClientModel):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def for_chat(self, namespace: Namespace | None = None) -> dict[str, Any]:
-        shown = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        if namespace is not None:
-            shown["name"] = flat_name(namespace.name, self.name)
-        return {"type": "function", "function": shown}
+    def for_chat(self, namespace: str | None) -> dict[str, Any]:
+        shown = self.model_dump(include={"description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"name": flat_name(namespace, self.name), **shown}}
 
 
 class Namespace(ClientModel):
@@ -131,8 +128,9 @@ class Namespace(ClientModel):
     tools: InnerTools
 
 
-def flat_name(namespace: str, name: str) -> str:
-    return f"{namespace}__{name}"
+def flat_name(namespace: str | None, name: str) -> str:
+    """What the model knows a function by."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _tool_kind(tool: Any) -> str | None:
@@ -220,9 +218,8 @@ class ChosenFunction(ClientModel):
     name: ToolName
     namespace: str | None = None
 
-    @property
-    def flat_name(self) -> str:
-        return self.name if self.namespace is None else flat_name(self.namespace, self.name)
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": flat_name(self.namespace, self.name)}}
 
 
 class AllowedFunctions(ClientModel):
@@ -233,8 +230,7 @@ class AllowedFunctions(ClientModel):
     tools: Annotated[list[ChosenFunction | LeftOut], Field(max_length=MAX_TOOLS)]
 
     def for_chat(self) -> dict[str, Any]:
-        chosen = [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
-        tools = [{"type": "function", "function": {"name": tool.flat_name}} for tool in chosen]
+        tools = [tool.for_chat() for tool in self.tools if isinstance(tool, ChosenFunction)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
 
 
@@ -304,7 +300,7 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def is_stored(self) -> bool:
         return self.store is not False
 
-    def every_tool(self) -> Iterator[tuple[str, Namespace | None, FunctionTool | LeftOut]]:
+    def every_tool(self) -> Iterator[tuple[str, str | None, FunctionTool | LeftOut]]:
         """Those of `tools`, then those of the input's items, each with its field and namespace."""
         items = () if isinstance(self.input, str) else self.input
         lists = [("tools", self.tools or [])]
@@ -315,7 +311,7 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
             for index, tool in enumerate(tools):
                 if isinstance(tool, Namespace):
                     for inner, its in enumerate(tool.tools):
-                        yield f"{field}[{index}].tools[{inner}]", tool, its
+                        yield f"{field}[{index}].tools[{inner}]", tool.name, its
                 else:
                     yield f"{field}[{index}]", None, tool
 
@@ -323,14 +319,10 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def namespaced(self) -> dict[str, tuple[str, str]]:
         """Namespace and name of the functions that the model knows by another name."""
         return {
-            flat_name(space.name, tool.name): (space.name, tool.name)
+            flat_name(space, tool.name): (space, tool.name)
             for _, space, tool in self.every_tool()
             if space is not None and isinstance(tool, FunctionTool)
         }
-
-    @property
-    def has_logprobs(self) -> bool:
-        return _LOGPROBS in (self.include or ())
 
 
 def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[ChatRequest, Names]:
@@ -361,14 +353,12 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[Cha
         "session_mode": "replace",
         "tools": list(tools.values()) or None,
         "tool_choice": body.tool_choice,
-        "logprobs": body.has_logprobs or None,
+        "logprobs": _LOGPROBS in (body.include or ()) or None,
         "top_logprobs": body.top_logprobs,
         "stop": body.stop,
         "ignore_eos": body.ignore_eos,
     }
-    if isinstance(body.tool_choice, ChosenFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.flat_name}}
-    elif isinstance(body.tool_choice, AllowedFunctions):
+    if isinstance(body.tool_choice, ChosenFunction | AllowedFunctions):
         fields["tool_choice"] = body.tool_choice.for_chat()
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = body.text.format.for_chat()
