@@ -38,7 +38,7 @@ from kvferry.services.router.completion.responses import (
     translate,
 )
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.sessions.record import SessionRecord, is_session_id
+from kvferry.services.router.sessions.record import SessionRecord, StoredResponse, is_session_id
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, NotFound, ResponseNotFound, SessionNotFound
 from kvferry.shared.model.chat_template import ChatMessage
@@ -57,22 +57,22 @@ _FILLED = 7 / 8
 )
 async def create_response(request: Request, services: Shared, body: ResponseRequest) -> Response:
     body = body.model_copy(update={"model": named_model(services, body.model).name})
-    owner, previous_id = request.state.owner, body.previous_response_id
-    previous = None if previous_id is None else await _record_of(services, owner, previous_id)
+    owner, previous_id, session_id = request.state.owner, body.previous_response_id, new_session_id()
+    previous: SessionRecord | None = None
     before: tuple[ChatMessage, ...] = ()
     continues = False
-    if previous is not None and previous_id is not None:
-        stored = previous.response(previous_id)
-        assert stored is not None, "the record has the response"
+    if previous_id is not None:
+        previous, stored = await _stored(services, owner, previous_id)
         before = previous.conversation(stored)
         continues = body.is_stored and previous.responses[-1].id == previous_id
+        if continues:
+            session_id = session_id_of(previous_id)
         if previous.document_ids and body.document_ids is None:
             body = body.model_copy(update={"document_ids": list(previous.document_ids)})
             body.model_fields_set.add("document_ids")
     body = await _with_items(services, owner, body)
     # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
     chat, names = await request.state.work(partial(translate, body, before))
-    session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
     session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
     if session is not None and not continues:
         await _make_room(services, owner)
@@ -91,9 +91,7 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, summary="A stored response")
 async def get_response(request: Request, services: Shared, response_id: str) -> Response:
-    record = await _record_of(services, request.state.owner, response_id)
-    stored = record.response(response_id)
-    assert stored is not None, "the record has the response"
+    _, stored = await _stored(services, request.state.owner, response_id)
     return JSONResponse(json.loads(stored.body))
 
 
@@ -128,8 +126,8 @@ def _session_key(owner: str, response_id: str) -> SessionKey:
     return SessionKey(owner=owner, session_id=session_id)
 
 
-async def _record_of(services: Services, owner: str, response_id: str) -> SessionRecord:
-    """The record that a response is in.
+async def _stored(services: Services, owner: str, response_id: str) -> tuple[SessionRecord, StoredResponse]:
+    """The record that a response is in, and the response.
 
     Raises: ResponseNotFound, StoreUnavailable.
     """
@@ -137,9 +135,9 @@ async def _record_of(services: Services, owner: str, response_id: str) -> Sessio
         record = await services.sessions.get(_session_key(owner, response_id))
     except SessionNotFound:
         raise _unknown(response_id) from None
-    if record.response(response_id) is None:
+    if (stored := record.response(response_id)) is None:
         raise _unknown(response_id)
-    return record
+    return record, stored
 
 
 async def _with_items(services: Services, owner: str, body: ResponseRequest) -> ResponseRequest:
@@ -168,10 +166,9 @@ async def _with_items(services: Services, owner: str, body: ResponseRequest) -> 
 async def _output_of(services: Services, owner: str, response_id: str) -> list[dict[str, Any]]:
     """The items of a stored response's answer; none where it is not stored."""
     try:
-        stored = (await _record_of(services, owner, response_id)).response(response_id)
+        _, stored = await _stored(services, owner, response_id)
     except NotFound:
         return []
-    assert stored is not None, "the record has the response"
     output: list[dict[str, Any]] = json.loads(stored.body)["output"]
     return output
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, TypeAdapter, field_validator
@@ -333,7 +332,7 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[Cha
 
     Raises: InvalidRequest naming the field.
     """
-    messages: list[dict[str, Any]] = [_shown(message) for message in before]
+    messages: list[Mapping[str, Any]] = [message.for_template() for message in before]
     origins = ["previous_response_id"] * len(messages)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -367,15 +366,6 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[Cha
         fields["thinking_token_budget"] = body.reasoning.max_tokens
     names = Names(messages=origins, tools=list(tools), fields=_NAMES)
     return chat_request(body, fields, names), names
-
-
-def _shown(message: ChatMessage) -> dict[str, Any]:
-    """A recorded message as a request has it."""
-    return {
-        "role": message.role,
-        "content": message.content,
-        **(json.loads(message.fields) if message.fields else {}),
-    }
 
 
 def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
