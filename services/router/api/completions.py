@@ -74,10 +74,10 @@ def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
     )
 
 
-def named_model(services: Services, name: str) -> ModelSpec:
+def named_model(services: Services, name: str | None) -> ModelSpec:
     """The model that is served. Raises: ModelNotFound where that is neither its name nor an alias."""
     model = services.runner.model()
-    if name != model.name and name not in services.config.model_names:
+    if name not in (None, model.name) and name not in services.config.model_names:
         raise ModelNotFound(
             f"There is no model {describe(name)}; this server has {describe(model.name)}", param="model"
         )

@@ -17,12 +17,10 @@ from kvferry.services.router.api.completions import Shared, keyed_router, named_
 from kvferry.services.router.completion.documents import first_prompt
 from kvferry.services.router.completion.engine_fields import ChatFields
 from kvferry.services.router.completion.requests import Message, TokenId
-from kvferry.services.router.completion.services import Services
 from kvferry.services.router.completion.tools import Tools
 from kvferry.services.router.completion.translation import validated
 from kvferry.services.router.http.body import ClientModel, Refused
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.model.spec import ModelSpec
 
 router = keyed_router()
 
@@ -81,13 +79,9 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-def _model(services: Services, name: str | None) -> ModelSpec:
-    return services.runner.model() if name is None else named_model(services, name)
-
-
 @router.post("/tokenize", summary="The token ids of a prompt", response_model=Tokens)
 async def tokenize(request: Request, services: Shared, body: TokenizeRequest) -> Response:
-    model = _model(services, body.model)
+    model = named_model(services, body.model)
     token_ids: Callable[[], list[int]]
     if body.messages is not None:
         given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
@@ -113,7 +107,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
 
 @router.post("/detokenize", summary="The text of token ids")
 async def detokenize(services: Shared, body: DetokenizeRequest) -> Detokenized:
-    model = _model(services, body.model)
+    model = named_model(services, body.model)
     highest = max(body.tokens, default=0)
     if highest >= model.vocab_size:
         raise InvalidRequest(
