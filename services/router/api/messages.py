@@ -20,10 +20,9 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
-    server_event,
     session_of,
 )
-from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, named_event, parts_of
 from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
@@ -87,18 +86,18 @@ class MessagesAnswer(CompletionResponse):
 
     def piece(self, event: CompletionEvent) -> bytes:
         if isinstance(event, KvferryError):
-            return _event(messages_error_body(event))
+            return named_event(messages_error_body(event))
         if isinstance(event, dict):
             delta = {"type": "message_delta", "delta": _stop(self.completion.choices[0])}
-            return _event({**delta, "usage": self._usage(), "kv": event["kv"]}) + _event(
+            return named_event({**delta, "usage": self._usage(), "kv": event["kv"]}) + named_event(
                 {"type": "message_stop"}
             )
         begun = b""
         if not self._has_begun:
             self._has_begun = True
-            begun = _event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
+            begun = named_event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
         return begun + b"".join(
-            _event(its) for step in self._parts.steps(event) if (its := _block_event(step)) is not None
+            named_event(its) for step in self._parts.steps(event) if (its := _block_event(step)) is not None
         )
 
     def _usage(self) -> dict[str, Any]:
@@ -161,8 +160,3 @@ def _block_event(step: PartStep) -> dict[str, Any] | None:
         shown = step.added if is_object else json.dumps(_input(step.added))
         added = {"type": "input_json_delta", "partial_json": shown}
     return {"type": "content_block_delta", "index": part.index, "delta": added}
-
-
-def _event(data: Any) -> bytes:
-    kind: str = data["type"]
-    return b"event: " + kind.encode() + b"\n" + server_event(data)

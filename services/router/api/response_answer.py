@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request
 
 from kvferry.services.router.api.answers import chat_logprobs
-from kvferry.services.router.api.completions import CompletionResponse, server_event
-from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from kvferry.services.router.api.completions import CompletionResponse
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, named_event, parts_of
 from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
 from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
@@ -235,7 +235,5 @@ class ResponsesAnswer(CompletionResponse):
     def _event(self, name: str, /, **fields: Any) -> bytes:
         if not fields:
             fields = {"response": self._head}
-        kind = f"response.{name}"
-        data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\n" + server_event(data)
+        return named_event({"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields})
