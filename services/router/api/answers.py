@@ -251,7 +251,7 @@ def text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         "token_logprobs": [entry.logprob for entry in entries],
         # Several ids may decode to the same string: the value of the likeliest, which comes first, stays.
         "top_logprobs": [
-            {its.text: its.logprob for its in (*entry.top, *reversed(entry.top))} or None for entry in entries
+            {top.text: top.logprob for top in (*entry.top, *reversed(entry.top))} or None for entry in entries
         ],
         "text_offset": [entry.offset for entry in entries],
     }

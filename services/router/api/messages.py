@@ -97,7 +97,7 @@ class MessagesAnswer(CompletionResponse):
             self._has_begun = True
             begun = named_event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
         return begun + b"".join(
-            named_event(its) for step in self._parts.steps(event) if (its := _block_event(step)) is not None
+            named_event(data) for step in self._parts.steps(event) if (data := _block_event(step)) is not None
         )
 
     def _usage(self) -> dict[str, Any]:

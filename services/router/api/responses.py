@@ -103,7 +103,7 @@ async def delete_response(request: Request, services: Shared, response_id: str) 
     async with services.sessions.lease(key) as lease:
         if lease.record is None or lease.record.response(response_id) is None:
             raise _unknown(response_id)
-        rest = tuple(its for its in lease.record.responses if its.id != response_id)
+        rest = tuple(other for other in lease.record.responses if other.id != response_id)
         if rest:
             await lease.commit(lease.record.with_responses(rest))
     if not rest:
@@ -154,7 +154,7 @@ async def _with_items(services: Services, owner: str, body: ResponseRequest) -> 
             response_id = response_of_item(item.id)
             if response_id not in outputs:
                 outputs[response_id] = await _output_of(services, owner, response_id)
-            found = [its for its in outputs[response_id] if its["id"] == item.id]
+            found = [output for output in outputs[response_id] if output["id"] == item.id]
             if not found:
                 param = f"input[{index}].id"
                 raise InvalidRequest(f"{param} is {item.id!r}; no stored response has that item", param=param)

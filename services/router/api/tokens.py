@@ -84,7 +84,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
     model = named_model(services, body.model)
     token_ids: Callable[[], list[int]]
     if body.messages is not None:
-        given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
+        given = {name: value for name in _OF_CHATS if (value := getattr(body, name)) is not None}
         chat = validated({"model": model.name, **given})
         prompt = await first_prompt(services, request.state.owner, request.state.work, chat, model)
         token_ids = partial(list, prompt.token_ids)

@@ -191,7 +191,7 @@ class CompletionFields(EngineFields, StructuredFields):
         names = value if isinstance(value, dict) else {}
         if len(names) > _MAX_BIASES:
             raise PydanticCustomError("rule", f"must have at most {_MAX_BIASES} entries")
-        if not all(its.isascii() and its.isdigit() and len(its) <= 10 for its in names):
+        if not all(name.isascii() and name.isdigit() and len(name) <= 10 for name in names):
             raise PydanticCustomError("rule", "must map token ids of the vocabulary to biases")
         return value
 
@@ -247,8 +247,8 @@ class CompletionFields(EngineFields, StructuredFields):
     @property
     def keep_s(self) -> float | None:
         """How long the prompt's KV is to be kept for one that continues it, in seconds."""
-        controls = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
-        times = [float(its.ttl) for its in controls if its is not None and its.ttl is not None]
+        hints = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
+        times = [float(hint.ttl) for hint in hints if hint is not None and hint.ttl is not None]
         return max(times, default=None)
 
     @property

@@ -304,13 +304,13 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
         items = () if isinstance(self.input, str) else self.input
         lists = [("tools", self.tools or [])]
         lists += [
-            (f"input[{n}].tools", its.tools) for n, its in enumerate(items) if isinstance(its, InputTools)
+            (f"input[{n}].tools", item.tools) for n, item in enumerate(items) if isinstance(item, InputTools)
         ]
         for field, tools in lists:
             for index, tool in enumerate(tools):
                 if isinstance(tool, Namespace):
-                    for inner, its in enumerate(tool.tools):
-                        yield f"{field}[{index}].tools[{inner}]", tool.name, its
+                    for number, inner in enumerate(tool.tools):
+                        yield f"{field}[{index}].tools[{number}]", tool.name, inner
                 else:
                     yield f"{field}[{index}]", None, tool
 

@@ -79,5 +79,5 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        errors = [{**its, "loc": ("body", *its["loc"])} for its in error.errors()]
+        errors = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
         raise wrong_field(RequestValidationError(errors, body=fields)) from None

@@ -81,7 +81,7 @@ class _Content(BaseModel):
     @model_validator(mode="after")
     def _distinct(self) -> _Content:
         for field in ("name", "hash"):
-            values = [getattr(its, field) for its in self.key]
+            values = [getattr(key, field) for key in self.key]
             if len(set(values)) < len(values):
                 raise ValueError(f"two keys have the same {field}")
         return self
@@ -121,8 +121,8 @@ class KeyFile:
 
     def find(self, digest: str) -> ApiKey | None:
         """The key with this SHA-256. Every key is compared, in constant time."""
-        same = [hmac.compare_digest(its.hash, f"sha256:{digest}") for its in self.keys]
-        return next((its for its, found in zip(self.keys, same, strict=True) if found), None)
+        same = [hmac.compare_digest(key.hash, f"sha256:{digest}") for key in self.keys]
+        return next((key for key, found in zip(self.keys, same, strict=True) if found), None)
 
 
 def new_key(name: str) -> tuple[str, str]:

@@ -60,7 +60,7 @@ class Authenticator:
     def is_open(self, scope: Scope) -> bool:
         """Whether no key is needed: there is none for this, and there never was."""
         in_file = self._file.keys if self._file is not None else ()
-        if self._digests or any(its.allows(scope) for its in in_file):
+        if self._digests or any(key.allows(scope) for key in in_file):
             self._closed.add(scope)  # a file whose last key is removed lets nobody in
         return scope not in self._closed
 
@@ -234,7 +234,7 @@ def check_size(body: bytes, *, max_integers: int) -> None:
     """
     # In pieces here and below, because a search of megabytes would hold Python's lock until its end.
     pieces = range(0, len(body), _SEARCHED_AT_ONCE)
-    marks = (body.count(its, at, at + _SEARCHED_AT_ONCE) for at in pieces for its in (b",", b"{", b"["))
+    marks = (body.count(mark, at, at + _SEARCHED_AT_ONCE) for at in pieces for mark in (b",", b"{", b"["))
     if sum(marks) <= MAX_VALUES:  # also where they are in texts
         return
     num_values = num_integers = begin = 0
@@ -331,7 +331,7 @@ class StrictModel(BaseModel):
             if given is None or (neutral := cls.refused.get(name)) is None:
                 continue
             # False is no 0, and True no 1.
-            if not any(type(its) is type(given) and its == given for its in neutral):
+            if not any(type(other) is type(given) and other == given for other in neutral):
                 kind = PydanticCustomError("unsupported", "is not supported by this server")
                 error = InitErrorDetails(type=kind, loc=(name,), input=given)
                 raise ValidationError.from_exception_data(cls.__name__, [error])
@@ -380,7 +380,7 @@ def known_fields(value: Any) -> Any:
     """Return what was given of the fields that its models know, as JSON has it, without what they leave out:
     only that is checked, so an answer may show it."""
     if isinstance(value, list):
-        return [known_fields(its) for its in value if not (isinstance(its, ClientModel) and its.left_out)]
+        return [known_fields(item) for item in value if not (isinstance(item, ClientModel) and item.left_out)]
     if not isinstance(value, ClientModel):
         return value
     fields = {field.alias or name: getattr(value, name) for name, field in type(value).model_fields.items()}
