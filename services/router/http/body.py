@@ -167,23 +167,22 @@ class KeyedRoute(APIRoute):
         async def checked(request: Request) -> Response:
             if request.method != "POST":  # the key of a request with a body is checked before that is read
                 request.state.owner = request.app.state.auth.owner(request.headers)
-            if request.method == "POST":
-                body = await request.body()
-                services = request.app.state.services
-                is_small, work = len(body) <= SMALL_BYTES, cast(BodyWork, asyncio.to_thread)
-                if not is_small:
-                    work = partial(services.large.run, request.state.owner, len(body))
-                request.state.work = work
-                read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
-                # The event loop would stand still while it reads a large one.
-                fields, unknown = read() if is_small else await work(read)
-                if unknown and services.config.strict_fields:
-                    raise InvalidRequest(
-                        f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
-                    )
-                request.state.record.ignored.update(unknown)
-                request = _JsonRequest(request, fields)
-            return await handle(request)
+                return await handle(request)
+            body = await request.body()
+            services = request.app.state.services
+            is_small, work = len(body) <= SMALL_BYTES, cast(BodyWork, asyncio.to_thread)
+            if not is_small:
+                work = partial(services.large.run, request.state.owner, len(body))
+            request.state.work = work
+            read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
+            # The event loop would stand still while it reads a large one.
+            fields, unknown = read() if is_small else await work(read)
+            if unknown and services.config.strict_fields:
+                raise InvalidRequest(
+                    f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
+                )
+            request.state.record.ignored.update(unknown)
+            return await handle(_JsonRequest(request, fields))
 
         return checked
 
