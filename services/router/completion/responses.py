@@ -119,14 +119,6 @@ class FunctionTool(ClientModel):
         return {"type": "function", "function": {"name": flat_name(namespace, self.name), **shown}}
 
 
-class Namespace(ClientModel):
-    """Functions with a common prefix. The model calls them `NAMESPACE__NAME`."""
-
-    type: Literal["namespace"]
-    name: ToolName
-    tools: InnerTools
-
-
 def flat_name(namespace: str | None, name: str) -> str:
     """What the model knows a function by."""
     return name if namespace is None else f"{namespace}__{name}"
@@ -139,29 +131,23 @@ def _tool_kind(tool: Any) -> str | None:
     return kind if kind in ("function", "namespace") else "other"
 
 
-_TYPED = {"custom_error_type": "rule", "custom_error_message": "must be an object with a type"}
-InnerTools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[LeftOut, Tag("other")]
-            | Annotated[LeftOut, Tag("namespace")],
-            Discriminator(_tool_kind, **_TYPED),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
-]
-ResponseTools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[Namespace, Tag("namespace")]
-            | Annotated[LeftOut, Tag("other")],
-            Discriminator(_tool_kind, **_TYPED),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
-]
+_BY_KIND = Discriminator(
+    _tool_kind, custom_error_type="rule", custom_error_message="must be an object with a type"
+)
+_Plain = Annotated[FunctionTool, Tag("function")] | Annotated[LeftOut, Tag("other")]
+_InnerTool = Annotated[_Plain | Annotated[LeftOut, Tag("namespace")], _BY_KIND]
+
+
+class Namespace(ClientModel):
+    """Functions with a common prefix. The model calls them `NAMESPACE__NAME`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: Annotated[list[_InnerTool], Field(max_length=MAX_TOOLS)]
+
+
+_Tool = Annotated[_Plain | Annotated[Namespace, Tag("namespace")], _BY_KIND]
+ResponseTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
 
 
 class InputTools(ClientModel):
