@@ -96,9 +96,7 @@ class MessagesAnswer(CompletionResponse):
         if not self._has_begun:
             self._has_begun = True
             begun = named_event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
-        return begun + b"".join(
-            named_event(data) for step in self._parts.steps(event) if (data := _block_event(step)) is not None
-        )
+        return begun + b"".join([named_event(_block_event(step)) for step in self._parts.steps(event)])
 
     def _usage(self) -> dict[str, Any]:
         """Of what is known so far. Anthropic's `input_tokens` are those that were not cached."""
@@ -144,7 +142,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-def _block_event(step: PartStep) -> dict[str, Any] | None:
+def _block_event(step: PartStep) -> dict[str, Any]:
     part = step.part
     if step.kind == "begin":
         block = _block(part, is_empty=True)
