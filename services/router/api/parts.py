@@ -112,7 +112,8 @@ class AnswerParts:
 
 def named_event(data: Mapping[str, Any]) -> bytes:
     """A server-sent event whose name is its type."""
-    return b"event: " + data["type"].encode() + b"\n" + server_event(data)
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\n" + server_event(data)
 
 
 def parts_of(deltas: list[ChoiceDelta]) -> list[Part]:
