@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,12 +37,7 @@ from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.large_work import LargeWork
-from kvferry.services.router.http.middleware import (
-    HostCheck,
-    LimitsMiddleware,
-    PlainRequestMiddleware,
-    RequestMiddleware,
-)
+from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.redis_store import RedisSessionStore
@@ -173,7 +167,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.auth = Authenticator(split_list(config.api_keys), key_file)
+    app.state.auth = Authenticator(config, key_file)
     if app.state.auth.is_open("chat") and not (config.is_loopback or config.insecure):
         raise ConfigurationError(
             f"listen is {config.listen!r}, which other machines may reach, and no key of api_keys_file is "
@@ -194,21 +188,10 @@ def create_app(
     app.include_router(operations.restricted)
     for refusal in (HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refuse)
-    origins = split_list(config.cors_origins)
-    app.add_middleware(
-        LimitsMiddleware,
-        owner=app.state.auth.owner,
-        limits=limits,
-        origins=origins,
-        check_host=_host_check(config, app.state.auth),
-        max_header_bytes=config.max_header_bytes,
-        max_body_bytes=config.max_body_bytes,
-        read_timeout_s=config.read_timeout_s,
-    )
+    app.add_middleware(LimitsMiddleware, config=config, auth=app.state.auth, limits=limits)
     app.state.drain = drain
     app.add_middleware(RequestMiddleware, metrics=metrics, drain=drain)
-    app.add_middleware(PlainRequestMiddleware)
-    if origins:
+    if origins := split_list(config.cors_origins):
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -217,12 +200,6 @@ def create_app(
             expose_headers=["x-ignored-fields", "x-request-id", "retry-after"],
         )
     return app
-
-
-def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
-    # over TLS, a page elsewhere has no certificate for its name here
-    allowed = ["*"] if config.tls_cert else split_list(config.allowed_hosts)
-    return HostCheck(partial(auth.is_open, "chat"), allowed, config.listen)
 
 
 def session_store(

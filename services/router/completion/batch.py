@@ -7,7 +7,7 @@ import asyncio
 from kvferry.services.router.completion.choice import Choice, RequestTimer, Usage, usage_of
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.compression import KvReport, of_prompts
-from kvferry.services.router.completion.requests import TextRequest
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.spec import ModelSpec
 

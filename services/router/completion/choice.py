@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.requests import ChatRequest, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.completion.tools import read_arguments
 from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.control.messages import FinishReason

@@ -23,13 +23,9 @@ from kvferry.services.router.completion.choice import Choice, ChoiceDelta, Reque
 from kvferry.services.router.completion.compression import ChosenPlan, KvReport, kv_report
 from kvferry.services.router.completion.documents import NamedDocuments
 from kvferry.services.router.completion.prompts import Prompt
-from kvferry.services.router.completion.requests import (
-    ChatRequest,
-    TextRequest,
-    sampling_params,
-    with_seed_of,
-)
+from kvferry.services.router.completion.requests import ChatRequest, sampling_params, with_seed_of
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.http.errors import internal_error
 from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner
@@ -171,10 +167,8 @@ class Completion:
             begun = prompt.record(self.model, (), ChatMessage("assistant", ""))
             begun = replace(begun, responses=record.responses if record is not None else ())
             await services.sessions.check_quota(lease, services.config, begun)
-        compression, limit = request.kv_compression or named.compression, request.token_limit
-        self._chosen = await services.plans.choose(
-            compression, prompt.token_ids, self.model, max_tokens=None if limit is None else limit[1]
-        )
+        compression = request.kv_compression or named.compression
+        self._chosen = await services.plans.choose(compression, prompt.token_ids, self.model)
         sampling = await self._sampling(prompt)
         if lease is None and request.num_prompt_alternatives is None:
             owner = self._reuse_owner

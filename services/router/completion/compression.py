@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from typing_extensions import TypedDict
 
@@ -30,29 +30,16 @@ from kvferry.shared.control.messages import HistorySource
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from kvferry.services.router.completion.fastest import FastestMethod
-
 _FALLBACKS = ("rocketkv", "full")
 """Methods in place of a default that does not go with the model."""
-EXPECTED_ANSWER_TOKENS = 512
-"""Of most answers, by which the method "auto" compares times."""
-AUTO = "auto"
-"""The method of requests that leave it to the router which one has their quality."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPlan:
-    """A request's plan.
-
-    Attributes:
-        quality: that the request gave.
-        reason: why the router chose the method; empty where the request did.
-    """
+    """A request's plan, and the quality that it gave."""
 
     plan: CompressionPlan
     quality: float | None = None
-    reason: str = ""
 
 
 class PlanChooser:
@@ -81,11 +68,6 @@ class PlanChooser:
 
         folders = [SHIPPED_CALIBRATION, *([Path(config.calibration)] if config.calibration else [])]
         self._curves = CurveBook.read(folders)
-        self._fastest: FastestMethod | None = None
-        if config.machine:
-            from kvferry.services.router.completion.fastest import FastestMethod
-
-            self._fastest = FastestMethod(config.machine, config.link_gbits)
 
     def all(self) -> tuple[CompressionPlan, ...]:
         """The plan of each allowed method where a request gives no budget."""
@@ -104,22 +86,13 @@ class PlanChooser:
         return self._default_method
 
     async def choose(
-        self,
-        wanted: KvCompression | None,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        *,
-        max_tokens: int | None,
+        self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
     ) -> ChosenPlan:
-        """The plan of one prompt. Args: max_tokens: the request's limit of its answer; None without one.
+        """Return the plan of one prompt.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
         wanted = wanted or KvCompression()
-        if wanted.method == AUTO:
-            expected = EXPECTED_ANSWER_TOKENS if max_tokens is None else max(1, max_tokens)
-            answer_tokens = min(expected, EXPECTED_ANSWER_TOKENS)
-            return await self._fastest_plan(wanted, prompt_token_ids, model, answer_tokens)
         method = self.default_method(model) if wanted.method is None else wanted.method
         if method not in self.allowed:
             raise InvalidRequest(
@@ -128,59 +101,20 @@ class PlanChooser:
             )
         if wanted.quality is None:
             return ChosenPlan(plan=self._plan(wanted, method))
-        self._refuse_parameters(wanted)
-        plan = await self._with_quality(wanted.quality, method, prompt_token_ids, model)
-        return ChosenPlan(plan=plan, quality=wanted.quality)
-
-    async def _fastest_plan(
-        self,
-        wanted: KvCompression,
-        prompt_token_ids: Sequence[int],
-        model: ModelSpec,
-        answer_tokens: int,
-    ) -> ChosenPlan:
-        """Of the methods with a curve, and full, which has every quality."""
-        if self._fastest is None or wanted.quality is None:
-            lacks = "the server has no --machine" if self._fastest is None else "the request has no quality"
-            raise InvalidRequest(
-                f"kv_compression.method is 'auto', which needs a quality and times of this machine; {lacks}",
-                param="kv_compression.method",
-            )
-        self._refuse_parameters(wanted)
-        plans = []
-        for method in self._fastest.methods(self.allowed, model):
-            if method == "full":
-                plans.append(plan_for(method))
-            elif self._curves.find(model.fingerprint, method) is not None:
-                plans.append(await self._with_quality(wanted.quality, method, prompt_token_ids, model))
-        if not plans:
-            raise InvalidRequest(
-                "kv_compression.method is 'auto', and no allowed method has both a quality curve and times",
-                param="kv_compression.method",
-            )
-        sizes = {"prompt_tokens": len(prompt_token_ids), "answer_tokens": answer_tokens}
-        chosen, reason = self._fastest.choose(plans, model, **sizes)
-        return ChosenPlan(plan=chosen, quality=wanted.quality, reason=reason)
-
-    @staticmethod
-    def _refuse_parameters(wanted: KvCompression) -> None:
         if wanted.parameters:
             raise InvalidRequest(
                 "kv_compression.quality uses curves calibrated with the methods' own parameters; with "
                 "kv_compression.parameters give token_budget or retention",
                 param="kv_compression.quality",
             )
-
-    async def _with_quality(
-        self, quality: float, method: str, prompt_token_ids: Sequence[int], model: ModelSpec
-    ) -> CompressionPlan:
         if (curve := self._curves.find(model.fingerprint, method)) is None:
             raise self._no_curve(method, model)
         # In a thread, because it reads the whole prompt.
         retention = await asyncio.to_thread(
-            curve.retention, quality, prompt_token_ids, vocab_size=model.vocab_size
+            curve.retention, wanted.quality, prompt_token_ids, vocab_size=model.vocab_size
         )
-        return plan_for(method, budget=Budget(retention=retention))
+        plan = plan_for(method, budget=Budget(retention=retention))
+        return ChosenPlan(plan=plan, quality=wanted.quality)
 
     def _no_curve(self, method: str, model: ModelSpec) -> InvalidRequest:
         if not preset(method).takes_budget:
@@ -223,12 +157,12 @@ class KvReport(TypedDict):
     """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
 
     `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
-    prompt; of the method "auto", why the router chose this one. `quality` and `retention` are there where the
-    request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
-    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt. `session`
-    is there where the turn could not be stored: the session's next turn must have the whole conversation.
+    prompt. `quality` and `retention` are there where the request gave a quality, `delta_bytes` where decode
+    had retained KV of the session, `kept` and `kept_by_layer` where the request gave `kv_kept_bins`.
+    `smaller_token_budget` is there where decode was short of memory and used a budget between the request's
+    `min_token_budget` and its `token_budget`, `max_tokens` where the request's limit is above the room that
+    the context has after the prompt. `session` is there where the turn could not be stored: the session's
+    next turn must have the whole conversation.
 
     Of several prompts, tokens and bytes are sums, too, times those of the slowest and `smaller_token_budget`
     the least. Anything else is a list where the prompts differ: each one's value, or null.
@@ -301,9 +235,7 @@ def kv_report(
     }
     if chosen is not None:
         plan = chosen.plan
-        if chosen.reason and method in (plan.method, ""):
-            report["reason"] = chosen.reason
-        elif method == "full":
+        if method == "full":
             report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
         else:
             report["reason"] = _why_not_compress(plan, stats[0])

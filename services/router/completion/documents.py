@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kvferry.services.router.completion.engine_fields import KvCompression
+from pydantic import StringConstraints
+
+from kvferry.services.router.completion.engine_fields import KvCompression, Priority, TtlS
 from kvferry.services.router.completion.prompts import Preamble, Prompt
-from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.http.body import StrictModel
 from kvferry.services.router.http.large_work import BodyWork
-from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.services.router.sessions.record import SessionId, SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
 from kvferry.services.router.turn.turn import Turn
@@ -24,6 +28,17 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
+
+
+class DocumentRequest(StrictModel):
+    """POST /v1/documents."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    id: SessionId | None = None
+    ttl_s: TtlS | None = None
+    pin: bool = False
+    priority: Priority = 0
+    kv_compression: KvCompression | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +73,7 @@ async def create(
             f"{model.max_model_len}",
             param="text",
         )
-    chosen = await services.plans.choose(compression, token_ids, model, max_tokens=1)
+    plan = (await services.plans.choose(compression, token_ids, model)).plan
     async with services.sessions.lease(key, needs_record=False) as lease:
         earlier = lease.record.prefill_addresses if lease.record is not None else ()
         record = SessionRecord(
@@ -77,7 +92,7 @@ async def create(
             request_id=request_id,
             model=model,
             prompt_token_ids=token_ids,
-            plan=chosen.plan,
+            plan=plan,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
             owner=key.owner,

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvferry.services.router.completion.requests import ChatRequest, Message, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest, Message
 from kvferry.services.router.completion.structured import JSON_OBJECT, calls_grammar, grammar_of
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.completion.tools import NamedTool, Tool
 from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.record import SessionRecord

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 from pydantic_core import from_json
 
 from kvferry.services.router.completion.tools import Tool
-from kvferry.services.router.http.body import ClientModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Refused
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import Grammar
@@ -45,15 +45,17 @@ class ResponseFormat(ClientModel):
 class StructuredOutputs(ClientModel):
     """vLLM's; exactly one of the first five."""
 
+    refused: ClassVar[Refused] = {
+        **dict.fromkeys(("structural_tag", "whitespace_pattern"), ()),
+        "disable_additional_properties": (False,),
+    }
+
     json_: Annotated[_Schema | _Text | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: _Text | None = None
     choice: _Choices | None = None
     grammar: _Text | None = None
-    structural_tag: Annotated[Any, Unsupported()] = None
-    whitespace_pattern: Annotated[Any, Unsupported()] = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Annotated[Any, Unsupported(False)] = None
 
 
 class StructuredField(ClientModel):
@@ -70,8 +72,6 @@ class StructuredFields(StructuredField):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
-    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
-    structural_tag: Annotated[Any, Unsupported()] = None
     json_schema: _Text | None = None
     regex: _Text | None = None
     ebnf: _Text | None = None

@@ -277,12 +277,12 @@ _OTHERS = (
         what="A stream that fails before its first token is answered with status 200.",
         path="services/router/api/completions.py",
         old="""\
-        event = await self._next_event(timer)
-        if isinstance(event, KvferryError):
-            raise self.told(event)
+            event = await self._next_event(timer)
+            if isinstance(event, KvferryError):
+                raise self._told(event)
 """,
         new="""\
-        event = await self._next_event(timer)
+            event = await self._next_event(timer)
 """,
         near=("tests/services/router/test_streams.py",),
     ),

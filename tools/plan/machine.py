@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.costs.model import ModelCost
-from kvferry.shared.costs.sizes import Sizes
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.spec import DTypeName
-
-MEASURED = Path(__file__).parent / "machines"
-"""Files of measured machines that come with the package, NAME.json."""
+from kvferry.tools.plan.model import ModelCost
+from kvferry.tools.plan.sizes import Sizes
 
 
 class Machine(ABC):
@@ -217,16 +214,15 @@ class MeasuredMachine(Machine):
 
 
 def find_machine(name: str) -> Machine:
-    """A GPU of the table, a measured machine of the package, or a file of `kvferry calibrate machine`.
+    """A GPU of the table, or a file of `kvferry calibrate machine`.
 
     Raises: ConfigurationError: there is none of that name.
     """
     if name in GPUS:
         return GPUS[name]
-    shipped = {path.stem: path for path in sorted(MEASURED.glob("*.json"))}
-    path = shipped.get(name) or Path(name)
+    path = Path(name)
     if not path.is_file():
-        known = ", ".join((*GPUS, *shipped))
+        known = ", ".join(GPUS)
         raise ConfigurationError(
             f"--machine is {name!r}; it must be one of {known}, or a file of kvferry calibrate machine"
         )
