@@ -352,16 +352,13 @@ class OpenAiResponse(CompletionResponse):
             logprobs = shown(entries)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    # ---- a stream ----------------------------------------------------------------------------------------
-
     def piece(self, event: CompletionEvent) -> bytes:
         if isinstance(event, KvferryError):
             return server_event(error_body(event))
         if isinstance(event, dict):
-            if self._request.includes_usage:
-                return self._chunk([], **event) + _DONE
             # The last choice has had its `kv` before the turn could not be stored.
-            return (self._chunk([], kv=event["kv"]) if "session" in event["kv"] else b"") + _DONE
+            last: Mapping[str, Any] = event if self._request.includes_usage else {"kv": event["kv"]}
+            return (self._chunk([], **last) if "usage" in last or "session" in event["kv"] else b"") + _DONE
         around = self._around_text.get(event.index)
         if around is not None and _is_text_alone(event):
             return around[0] + _ENCODE(event.text) + around[1]
