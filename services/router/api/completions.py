@@ -299,8 +299,6 @@ class OpenAiResponse(CompletionResponse):
         """By choice, what comes before and after the text in a chunk that has nothing else."""
         self._num_ended = 0
 
-    # ---- one object --------------------------------------------------------------------------------------
-
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         entries: dict[int, list[TokenLogprob]] = {}
         for delta in deltas:

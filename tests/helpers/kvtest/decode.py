@@ -216,7 +216,8 @@ class Shipper:
         """Send layers from `first` on, up to but not including `last`."""
         layers = list(zip(cache.formats, cache.layers, strict=True))
         for layer, (fmt, tensors) in list(enumerate(layers))[first:last]:
-            transfer.send_layer(layer, named(fmt, tensors))
+            of_ranks = isinstance(transfer, PromptTransfer)
+            transfer.send_layer(layer, tensors if of_ranks else named(fmt, tensors))
 
     def offer(self, transfer, cache, **span):
         """Send what will be refused; the refusal may come before the last layer is queued."""

@@ -447,4 +447,4 @@ def test_a_costly_grammar_is_refused_before_anybody_follows_it(many_tokens):
 def test_few_grammars_are_cached(compiler):
     for number in range(module._MAX_COMPILED + 9):
         compiler.matcher(regex(f"cached{number}"))
-    assert len(compiler._vocabulary._compiled) == module._MAX_COMPILED
+    assert len(compiler._compiled_over._compiled) == module._MAX_COMPILED
