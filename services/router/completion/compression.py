@@ -263,6 +263,8 @@ def _costs(turn: TurnStats) -> dict[str, Any]:
 
 
 def _together(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if len(reports) == 1:
+        return dict(reports[0])
     together: dict[str, Any] = {}
     for name in dict.fromkeys(name for report in reports for name in report):
         values = [report.get(name) for report in reports]
