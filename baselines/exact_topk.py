@@ -14,8 +14,7 @@ from torch import Tensor
 from kvferry.kernels.dispatch import check_attention, check_size
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Choosing
+from kvferry.shared.compression.attention import CacheView, Choosing
 from kvferry.shared.compression.interface import Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
@@ -36,25 +35,15 @@ class ExactTopK(Choosing):
         return cls(num_tokens=budget)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        keys, values = cache.keys, cache.values
-        return attend(queries, keys, values, length=length, scaling=scaling, **self.sizes)
-
-
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, *, length: int, num_tokens: int, scaling: Scaling
-) -> Tensor:
-    """Attend exactly to the t tokens of largest `mean_g softmax(scaling * q_g K^T)`, chosen per KV head.
-
-    Args: as in `kernels`; t is num_tokens.
-    """
-    check_attention(queries, keys, values)
-    check_size("length", length, 1, keys.shape[1])
-    check_size("num_tokens", num_tokens, 1)
-    keys, values = keys[:, :length], values[:, :length]
-    if length <= num_tokens:
-        return attend_rows(queries, keys, values, scaling=scaling)
-    tokens = top_tokens(token_scores(queries, keys, scaling=scale_of(scaling)), num_tokens)
-    return attend_tokens(queries, keys, values, tokens, scaling=scaling)
+        """Attend exactly to the t tokens of largest `mean_g softmax(scaling * q_g K^T)`, chosen per KV head;
+        t is num_tokens."""
+        check_attention(queries, cache.keys, cache.values)
+        check_size("length", length, 1, cache.keys.shape[1])
+        keys, values = cache.keys[:, :length], cache.values[:, :length]
+        if length <= self.num_tokens:
+            return attend_rows(queries, keys, values, scaling=scaling)
+        tokens = top_tokens(token_scores(queries, keys, scaling=scale_of(scaling)), self.num_tokens)
+        return attend_tokens(queries, keys, values, tokens, scaling=scaling)
 
 
 def token_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:

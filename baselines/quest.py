@@ -11,12 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_attention, check_size
+from kvferry.kernels.dispatch import check_attention
 from kvferry.kernels.hsa import check_pages, num_pages
 from kvferry.kernels.softmax import Scaling, scale_of
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Paged
+from kvferry.shared.compression.attention import CacheView, Paged
 from kvferry.shared.compression.interface import LayerShape, Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
@@ -39,48 +38,29 @@ class Quest(Paged):
         return cls(page_size=max(page_size, 1), num_tokens=max(budget // 2, 1))
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        tensors = cache.keys, cache.values, *self.extremes(cache)
-        return attend(queries, *tensors, length=length, scaling=scaling, **self.sizes)
+        """Attend exactly to the k tokens whose pages have the highest upper bounds, chosen per KV head; k is
+        num_tokens.
+
+        A page's logit of head g is `scaling * sum_d max(q_gd Kmax_d, q_gd Kmin_d)`, over all channels;
+        softmax over tokens per head (a page's logit stands for each of its tokens), mean over G, top-k.
+
+        Deviation: whole pages are not forced: where k is no multiple of P the last chosen page is cut, so
+        that the budget is exact.
+        """
+        page_size, extremes = self.page_size, self.extremes(cache)
+        check_attention(queries, cache.keys, cache.values)
+        check_pages(cache.keys, *extremes, length=length, page_size=page_size)
+        keys, values = cache.keys[:, :length], cache.values[:, :length]
+        if length <= self.num_tokens:
+            return attend_rows(queries, keys, values, scaling=scaling)
+        used = [its[:, : num_pages(length, page_size)] for its in extremes]
+        scores = token_scores(queries, *used, length=length, page_size=page_size, scaling=scale_of(scaling))
+        tokens = top_tokens(scores, self.num_tokens)
+        return attend_tokens(queries, keys, values, tokens, scaling=scaling)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
         """One of Kmax and Kmin for every channel of each page."""
         return num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    page_max: Tensor,
-    page_min: Tensor,
-    *,
-    length: int,
-    page_size: int,
-    num_tokens: int,
-    scaling: Scaling,
-) -> Tensor:
-    """Attend exactly to the k tokens whose pages have the highest upper bounds, chosen per KV head.
-
-    A page's logit of head g is `scaling * sum_d max(q_gd Kmax_d, q_gd Kmin_d)`, over all channels; softmax
-    over tokens per head (a page's logit stands for each of its tokens), mean over G, top-k.
-
-    Deviation: whole pages are not forced: where k is no multiple of P the last chosen page is cut, so that
-    the budget is exact.
-
-    Args: as in `kernels`; k is num_tokens.
-        page_max, page_min: `[H_kv, ceil(cap / P), D]`, the keys' dtype; beyond ceil(n / P) never read.
-        page_size: P, at least 1.
-        scaling: of the bounds too.
-    """
-    check_attention(queries, keys, values)
-    check_pages(keys, page_max, page_min, length=length, page_size=page_size)
-    check_size("num_tokens", num_tokens, 1)
-    keys, values, pages = keys[:, :length], values[:, :length], num_pages(length, page_size)
-    if length <= num_tokens:
-        return attend_rows(queries, keys, values, scaling=scaling)
-    extremes = page_max[:, :pages], page_min[:, :pages]
-    scores = token_scores(queries, *extremes, length=length, page_size=page_size, scaling=scale_of(scaling))
-    return attend_tokens(queries, keys, values, top_tokens(scores, num_tokens), scaling=scaling)
 
 
 def token_scores(

@@ -11,11 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_attention, check_new_row, check_size
+from kvferry.kernels.dispatch import check_attention, check_size
 from kvferry.kernels.softmax import Scaling, plain
 from kvferry.kernels.torch_attention import attend_rows, attend_tokens, top_tokens
-from kvferry.shared.compression.attention.interface import CacheView
-from kvferry.shared.compression.attention.kinds import Choosing
+from kvferry.shared.compression.attention import CacheView, Choosing
 from kvferry.shared.compression.interface import LayerShape, Method, TensorSpec
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part
 
@@ -49,83 +48,38 @@ class SparQ(Choosing):
         return (TensorSpec(shape=(shape.num_kv_heads, shape.value_dim), dtype=torch.float32),)
 
     def build(self, cache: CacheView, *, length: int) -> None:
-        write_value_sum(cache.values, cache.auxiliary[0], length=length)
+        torch.sum(cache.values[:, :length], dim=1, dtype=torch.float32, out=cache.auxiliary[0])
 
     def append(self, cache: CacheView, key: Tensor, value: Tensor, *, position: int) -> None:
-        append_row(cache.keys, cache.values, cache.auxiliary[0], key, value, position=position)
+        super().append(cache, key, value, position=position)
+        cache.auxiliary[0].add_(value)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        tensors = cache.keys, cache.values, cache.auxiliary[0]
-        return attend(queries, *tensors, length=length, scaling=plain(scaling), **self.sizes)
+        """`alpha * attn(q, K[I2], V[I2]) + (1 - alpha) * mean(V)`, I2 chosen per KV head.
+
+        I1 = top-r channels of sum_G |q|; over tokens
+        s_g = softmax(scaling * q_g[I1] . K[I1] / sqrt(|q_g[I1]|_1 / |q_g|_1)); I2 = top-k of the mean of s
+        over G, k being num_tokens; alpha_g = sum of s_g over I2. Where all rows are attended, nothing is
+        filled in.
+
+        Deviation: selections are per KV head (sums over G), and the newest token stands for the paper's local
+        window. The softmax scale stands for 1/sqrt(D), which it equals in most models.
+        """
+        check_attention(queries, cache.keys, cache.values)
+        check_size("length", length, 1, cache.keys.shape[1])
+        scale, (value_sum,) = plain(scaling), cache.auxiliary
+        keys, values = cache.keys[:, :length], cache.values[:, :length]
+        if length <= self.num_tokens:
+            return attend_rows(queries, keys, values, scaling=scale)
+        scores = approximate_scores(queries, keys, num_channels=self.num_channels, scaling=scale)
+        tokens = top_tokens(scores.mean(1), self.num_tokens)
+        alpha = scores.gather(2, tokens[:, None].expand(-1, scores.shape[1], -1)).sum(-1, keepdim=True)
+        exact = attend_tokens(queries, keys, values, tokens, scaling=scale)
+        return (alpha * exact.float() + (1 - alpha) * (value_sum / length)[:, None]).to(queries.dtype)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
         """r channels of every key, and the mean value."""
         return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
-
-
-def write_value_sum(values: Tensor, value_sum: Tensor, *, length: int) -> None:
-    """Write the sum of the first `length` values.
-
-    Args: values `[H_kv, cap, D]`; value_sum: out, float32 `[H_kv, D]`.
-    Raises: ValueError: shapes or dtypes do not fit together, or length is out of range.
-    """
-    _check_sum(values, value_sum)
-    check_size("length", length, 1, values.shape[1])
-    torch.sum(values[:, :length], dim=1, dtype=torch.float32, out=value_sum)
-
-
-def append_row(
-    keys: Tensor, values: Tensor, value_sum: Tensor, key: Tensor, value: Tensor, *, position: int
-) -> None:
-    """Write one token's K and V `[H_kv, D]` as row `position` and add the value to the running sum, in place.
-
-    Raises: ValueError: shapes or dtypes do not fit together, or position is out of range.
-    """
-    _check_sum(values, value_sum)
-    check_new_row(keys, values, key, value)
-    check_size("position", position, 0, keys.shape[1] - 1)
-    keys[:, position] = key
-    values[:, position] = value
-    value_sum += value
-
-
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    value_sum: Tensor,
-    *,
-    length: int,
-    num_channels: int,
-    num_tokens: int,
-    scaling: float,
-) -> Tensor:
-    """`alpha * attn(q, K[I2], V[I2]) + (1 - alpha) * mean(V)`, I2 chosen per KV head.
-
-    I1 = top-r channels of sum_G |q|; s_g = softmax(scaling * q_g[I1] . K[I1] / sqrt(|q_g[I1]|_1 / |q_g|_1))
-    over tokens; I2 = top-k of the mean of s over G; alpha_g = sum of s_g over I2. Where all rows are
-    attended, nothing is filled in.
-
-    Deviation: selections are per KV head (sums over G), and the newest token stands for the paper's local
-    window. The softmax scale stands for 1/sqrt(D), which it equals in most models.
-
-    Args: as in `kernels`; k is num_tokens.
-        value_sum: float32 `[H_kv, D]`, the sum of the first n values.
-        num_channels: r, 1 to D.
-    """
-    check_attention(queries, keys, values)
-    _check_sum(values, value_sum)
-    check_size("length", length, 1, keys.shape[1])
-    check_size("num_channels", num_channels, 1, keys.shape[2])
-    check_size("num_tokens", num_tokens, 1)
-    keys, values = keys[:, :length], values[:, :length]
-    if length <= num_tokens:
-        return attend_rows(queries, keys, values, scaling=scaling)
-    scores = approximate_scores(queries, keys, num_channels=num_channels, scaling=scaling)
-    tokens = top_tokens(scores.mean(1), num_tokens)
-    alpha = scores.gather(2, tokens[:, None].expand(-1, scores.shape[1], -1)).sum(-1, keepdim=True)
-    exact = attend_tokens(queries, keys, values, tokens, scaling=scaling)
-    return (alpha * exact.float() + (1 - alpha) * (value_sum / length)[:, None]).to(queries.dtype)
 
 
 def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scaling: float) -> Tensor:
@@ -140,15 +94,6 @@ def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scal
     # a head that is zero on these channels has logits of zero whatever it is divided by
     temperature = torch.where(l1_kept > 0, (l1_kept / q_abs.sum(-1, keepdim=True)).sqrt(), 1.0)
     return torch.matmul(q_kept * scaling / temperature, keys.float().transpose(1, 2)).softmax(dim=-1)
-
-
-def _check_sum(values: Tensor, value_sum: Tensor) -> None:
-    if values.ndim != 3 or value_sum.shape != (values.shape[0], values.shape[2]):
-        raise ValueError(
-            f"value_sum {tuple(value_sum.shape)} must be [H_kv, D] of values {tuple(values.shape)}"
-        )
-    if value_sum.dtype != torch.float32:
-        raise ValueError(f"value_sum is {value_sum.dtype}; it must be float32")
 
 
 METHOD = Method(

@@ -23,10 +23,10 @@ from kvferry.shared.compression.formats.interface import (
     select_rows,
 )
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
-from kvferry.shared.compression.interface import LayerInputs, Method, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, Method, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, CompressionPlan, Part
 from kvferry.shared.compression.presets import PRESETS
-from kvferry.shared.compression.rdkv.weights import channel_weights
+from kvferry.shared.compression.rdkv.compress import channel_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,17 @@ class Think(StoredFormat):
 
     name: ClassVar[str] = "think"
     heads_apart: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, str]] = {
-        "channels": "index", "index": "index", "keys": "rows", "values": "rows"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {**StoredFormat.kinds, "channels": "index"}
     allowed: ClassVar[Allowed] = {"channel_retention": Between(0.001, 1.0), "window": Between(1, 1024)}
     channel_retention: float
     window: int
 
     @classmethod
-    def rows_within(
-        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
-    ) -> int:
+    def rows_within(cls, part: Part, sizing: Sizing) -> int:
+        head_dim = sizing.head_dim
         channels = num_channels(cls.params(part)["channel_retention"], head_dim)
-        return min((budget_rows * 2 * head_dim - channels) // (head_dim + channels), num_tokens)
+        rows = (sizing.rows * 2 * head_dim - channels) // (head_dim + channels)
+        return min(rows, sizing.num_prompt_tokens)
 
     @property
     def observed_queries(self) -> int:
@@ -85,8 +83,7 @@ class Think(StoredFormat):
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that channels and positions ascend and are in range."""
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="packed")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
         channels, head_dim = tensors["channels"], self.shape.head_dim
         ascending = bool((channels[:, 1:] > channels[:, :-1]).all())
         if not ascending or bool(((channels < 0) | (channels >= head_dim)).any()):

@@ -32,8 +32,7 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.rdkv.allocation import allocate
-from kvferry.shared.compression.rdkv.compress import begin_allocated
-from kvferry.shared.compression.rdkv.weights import channel_weights, token_weights
+from kvferry.shared.compression.rdkv.compress import begin_allocated, channel_weights, token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model

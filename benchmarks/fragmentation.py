@@ -42,6 +42,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.messages import TransferKey
 
 LIMIT = 0.05
@@ -127,6 +128,7 @@ class Simulation:
         model = cast(LanguageModel, SimpleNamespace(num_ranks=1, spec=SPEC))
         self.parts = Parts(model, self.arena.memory)
         self.memory = SequenceMemory(self.parts, self.arena, self.scheduler, on_swapped_out=self._count_swap)
+        self.metrics = DecodeMetrics()
         self.left: dict[Sequence, int] = {}
 
     async def run(self) -> dict[str, Any]:
@@ -185,6 +187,8 @@ class Simulation:
             stop_token_ids=frozenset(),
             release=self.scheduler.release,
             forget=lambda sequence: None,
+            metrics=self.metrics,
+            lengths=self.memory.lengths,
         )
         self.left[sequence] = answer
         self.arena.advance(allocation, "in_transfer")
@@ -219,18 +223,18 @@ class Simulation:
                 self.retained.remove((due, allocation))
                 self.scheduler.release(allocation)
         self.memory.admit_again(self.waiting)
-        if self.memory.wants_compaction(self._others()):
+        if self.memory.wants_compaction(self._others):
             self.memory.compact_for_queue(self._others())
         self._measure()
 
     def _end(self, sequence: Sequence) -> None:
-        self.memory.observe(sequence.num_appended)
+        sequence.lengths.append(sequence.num_appended)
         del self.running[sequence], self.left[sequence]
         if self.load.draw.random() < RETAINED_SHARE:
             self.arena.advance(sequence.allocation, "retained")
             self.retained.append((self.step + self.load.between(*RETAINED_STEPS), sequence.hand_over_bytes()))
         sequence.state = SequenceState.CLOSED
-        self.parts.drop(sequence=sequence.name)
+        self.parts.drop_sequence(sequence.name)
         sequence.release_bytes()
 
     def _evict(self, wanted_bytes: int) -> bool:

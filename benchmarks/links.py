@@ -37,13 +37,13 @@ from link_wire import Link
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.plan import CompressionPlan, Part
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.costs.machine import find_machine
-from kvferry.shared.costs.model import ModelCost
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.plan.advice import advise
 from kvferry.tools.plan.command import chosen_plans
 from kvferry.tools.plan.config import PlanConfig
+from kvferry.tools.plan.machine import find_machine
+from kvferry.tools.plan.model import ModelCost
 from kvferry.tools.plan.predict import Deployment, Prediction, Workload, disaggregated, together
 
 LLAMA = ModelCost(

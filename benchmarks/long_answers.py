@@ -38,11 +38,11 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.value_rows import unpack_value_rows
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.compacting import Compacting
+from kvferry.shared.compression.formats.compacting import CompactingCache, SelectedSegments
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
-from kvferry.shared.compression.formats.packed import PackedFormat
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache
+from kvferry.shared.compression.formats.rdkv import PackedSegments
 from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.interface import gather_rows
@@ -150,8 +150,8 @@ class Caches(Sequence16):
         packed = [
             segment.layout.size_bytes
             for layer in self.layers
-            if isinstance(layer, PackedCache)
-            for segment in layer.segments
+            if isinstance(layer, CompactingCache) and isinstance(layer.inner, PackedCache)
+            for segment in layer.inner.segments
         ]
         return super().size_bytes() + sum(packed)
 
@@ -170,7 +170,7 @@ class Blocks(Sequence16):
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         fmt = self.formats[layer]
-        if self._is_followed and isinstance(fmt, Compacting):
+        if self._is_followed and isinstance(fmt.segments, SelectedSegments):
             new = slice(keys.shape[1] - queries.shape[2], None)
             observed = queries[:, :, -fmt.segments.window :]
             index = fmt.segments.select(observed, keys[:, new], values[:, new], scaling=scaling)
@@ -202,7 +202,6 @@ class Blocks(Sequence16):
 
 def prompt_rows(fmt: LayerFormat, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """K and V `[H_kv, n, D]` of a compressed prompt, dequantised."""
-    fmt = fmt.inner if isinstance(fmt, Compacting) else fmt
     if isinstance(fmt, Kivi):
         return kivi_dequantise(fmt.quantised(tensors))
     if isinstance(fmt, Uniform):
@@ -373,8 +372,8 @@ def end_shares(spec: ModelSpec, size: int) -> list[dict[str, object]]:
             used = 0
             for fmt in make_formats(sixteen_bits, resolved):
                 used += fmt.used_bytes(size - 1)
-                if isinstance(fmt, PackedFormat) and fmt.rebudgeting is not None:
-                    used += fmt.rebudgeting.max_segments * fmt.rebudgeting.limit_bytes
+                if isinstance(fmt.segments, PackedSegments):
+                    used += fmt.segments.max_segments * fmt.segments.limit_bytes
             shares[name] = used / ((2 * size - 1) * sixteen_bits.kv_token_bytes)
         rows.append({"method": method, **shares})
     return rows

@@ -221,7 +221,7 @@ async def store_sessions(url: str, number: int) -> None:
     async def put() -> None:
         for index in numbers:
             key = SessionKey(owner=OWNER, session_id=f"stored-{index}")
-            await records.write_back(key, ("",), record)
+            await records.commit(key, "made.0", "", record)
 
     await asyncio.gather(*(put() for _ in range(50)))
     await records.close()

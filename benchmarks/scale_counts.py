@@ -17,8 +17,8 @@ from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.redis_records import RedisRecords
 from kvferry.services.router.sessions.stored_record import write_whole
 from kvferry.services.router.turn import worker_pool
-from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
-from kvferry.services.router.turn.worker_pool import WorkerPool, served_model
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner, served_model
+from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.chat_template import ChatMessage
@@ -142,8 +142,8 @@ async def counts_by_turns(turns: int) -> dict[str, int]:
             return int(client.info("stats")[f"total_net_{direction}_bytes"])
 
         async def commit(number: int, before: SessionRecord | None) -> SessionRecord | None:
-            bases = (before.commit_id if before is not None else "",)
-            return await records.commit(key, "r.1", bases, record_after(number), before=before)
+            base = before.commit_id if before is not None else ""
+            return await records.commit(key, "r.1", base, record_after(number), before=before)
 
         await records.acquire(key, "r.1", 30.0)
         for number in range(1, turns + 1):

@@ -42,9 +42,9 @@ from simulated_cluster import Clock, Cluster, Costs, Load, Server  # noqa: E402
 from kvferry.services.router.turn import worker_pool  # noqa: E402
 from kvferry.shared.compression.plan import Budget  # noqa: E402
 from kvferry.shared.compression.presets import plan_for  # noqa: E402
-from kvferry.shared.costs.machine import find_machine  # noqa: E402
-from kvferry.shared.costs.sizes import sizes_of  # noqa: E402
 from kvferry.tools.evaluation.provenance import commit  # noqa: E402
+from kvferry.tools.plan.machine import find_machine  # noqa: E402
+from kvferry.tools.plan.sizes import sizes_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE, GBITS, METHOD, TOKEN_BUDGET = "H100-SXM", 100.0, "rocketkv", 1024

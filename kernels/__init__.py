@@ -19,4 +19,4 @@ range, or a head has nothing to attend to. Where tokens are chosen, they are cho
 index wins ties, and (a deviation from every paper) the newest token is always among them.
 """
 
-from kvferry.kernels.native import check as check  # registers itself
+from kvferry.kernels import cases as cases  # registers itself

@@ -36,17 +36,22 @@ class OpCheck:
 
     def problem(self, result: Tensor) -> tuple[Reason, str] | None:
         """Why a result of `launch` is wrong, None if it is right."""
-        expected = self.expected()
-        parts = [part for part in range(len(expected)) if part != self.spoilt]
-        result, expected = result[parts], expected[parts]
-        if not bool(result.isfinite().all()):
-            count = int((~result.isfinite()).sum())
-            return "nan", f"{self.name}: {count} of {result.numel()} values are not finite"
-        error = (result - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)
-        if float(error.max()) > self.tolerance:
-            worst = f"{float(error.max()):.2e} relative to torch, allowed {self.tolerance:.0e}"
+        finite = self._compared(result).isfinite()
+        if not bool(finite.all()):
+            return "nan", f"{self.name}: {int((~finite).sum())} of {finite.numel()} values are not finite"
+        if (error := self.error(result)) > self.tolerance:
+            worst = f"{error:.2e} relative to torch, allowed {self.tolerance:.0e}"
             return "wrong_result", f"{self.name}: the error is {worst}"
         return None
+
+    def error(self, result: Tensor) -> float:
+        """The norm of a result's difference from torch, relative to torch's, of the worst part."""
+        expected = self._compared(self.expected())
+        error = (self._compared(result) - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)
+        return float(error.max())
+
+    def _compared(self, result: Tensor) -> Tensor:
+        return result[[part for part in range(len(result)) if part != self.spoilt]]
 
 
 def bits_of(shape: BatchShape, length: int) -> tuple[Tensor, Tensor]:

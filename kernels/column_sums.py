@@ -48,16 +48,11 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
     """
     check_scores(queries, keys, rows="W")
     check_size("the window's queries", queries.shape[2], 1, keys.shape[1])
+    in_torch = partial(column_sums_torch, queries, keys, scaling)
     if path_for("window_scores", keys.device, partial(scores_problem, queries, keys)) == "torch":
-        return column_sums_torch(queries, keys, scaling).sums
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.attention_mass import attention_mass
-
-        return attention_mass(queries, keys, scaling=scaling, per_query_head=False)
-
-    return attempt("window_scores", launch, lambda: column_sums_torch(queries, keys, scaling).sums)
+        return in_torch().sums
+    in_triton = partial(_attention_mass, queries, keys, scaling, per_query_head=False)
+    return attempt("window_scores", in_triton, lambda: in_torch().sums)
 
 
 def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
@@ -78,30 +73,30 @@ def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
     check_scores(queries, keys, rows="T_new")
     if not 1 <= queries.shape[2] <= keys.shape[1]:
         raise ValueError(f"there are {queries.shape[2]} queries; there must be 1 to {keys.shape[1]} (T)")
+    in_torch = partial(column_sums_torch, queries, keys, scaling)
     if path_for("column_sums", keys.device, partial(scores_problem, queries, keys)) == "torch":
-        return column_sums_torch(queries, keys, scaling)
+        return in_torch()
 
-    def launch() -> ColumnSums:
-        # a CPU install has no Triton
-        from kvferry.kernels.attention_mass import attention_mass
-
-        columns = attention_mass(queries, keys, scaling=scaling, per_query_head=True)
+    def in_triton() -> ColumnSums:
+        columns = _attention_mass(queries, keys, scaling, per_query_head=True)
         return ColumnSums(columns.sum(dim=1), columns.var(dim=-1, correction=0))
 
-    return attempt("column_sums", launch, partial(column_sums_torch, queries, keys, scaling))
+    return attempt("column_sums", in_triton, in_torch)
 
 
-def column_sums_torch(
-    queries: Tensor, keys: Tensor, scaling: float, max_logits: int = MAX_LOGITS
-) -> ColumnSums:
-    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked.
+def _attention_mass(queries: Tensor, keys: Tensor, scaling: float, *, per_query_head: bool) -> Tensor:
+    # a CPU install has no Triton
+    from kvferry.kernels.attention_mass import attention_mass
 
-    Args: max_logits: bound on a chunk's logits.
-    """
+    return attention_mass(queries, keys, scaling=scaling, per_query_head=per_query_head)
+
+
+def column_sums_torch(queries: Tensor, keys: Tensor, scaling: float) -> ColumnSums:
+    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked."""
     num_kv_heads, group, num_queries, head_dim = queries.shape
     num_tokens = keys.shape[1]
     history = num_tokens - num_queries
-    chunk = min(max(1, max_logits // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
+    chunk = min(max(1, MAX_LOGITS // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).triu(1)
     sums = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     variances = torch.empty(num_kv_heads, group, dtype=torch.float32, device=keys.device)

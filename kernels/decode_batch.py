@@ -21,8 +21,9 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
-from kvferry.kernels.native.library import library
-from kvferry.kernels.quarantine import attempt, is_quarantined
+from kvferry.kernels.native.library import is_compared, library
+from kvferry.kernels.quarantine import attempt, recovered, rehearsing
+from kvferry.kernels.quarantine import state as quarantine
 from kvferry.kernels.softmax import Scaling, Softmax
 
 Errors = dict[int, Exception]
@@ -227,10 +228,12 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     def __init__(self, op: str, shape: BatchShape, base: Tensor, *, empty: Sequence[int]) -> None:
         problem = shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
-        path = planned_path(op, shape.device, problem)
+        path = "native" if is_compared() else planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
+        self._in_triton = path in ("triton", "interpreter")
         self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None
-        self.has_tables = self._is_native or path in ("triton", "interpreter")
+        self._packed_tokens: tuple[Tensor, Tensor] | None = None  # entries and codes, for C code
+        self.has_tables = self._is_native or self._in_triton
         self.op, self._shape, self._base = op, shape, base
         self._layers: list[dict[int, Rows]] = [{} for _ in range(shape.num_layers)]
         self._placed_at: dict[int, int] = {}
@@ -243,7 +246,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
     @property
     def is_launched(self) -> bool:
         """Whether one launch runs it for all slots, so that a step does not wait for the device."""
-        return self.has_tables and not is_quarantined(self.op)
+        return self.has_tables and self.op not in quarantine.by_op
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
         """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind.
@@ -251,7 +254,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         Raises: ValueError: rows whose addresses a Triton kernel cannot load 16 bytes at a time, which would
             cost the process its device.
         """
-        if self.has_tables and not self._is_native:
+        if self._in_triton:
             for rows in layers.values():
                 if problem := self._problem(rows):
                     raise ValueError(problem)
@@ -312,14 +315,25 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             count({(self.op, "native"): 1})
         else:
             path_for(self.op, self._shape.device)
-        return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
+        if rehearsing.is_on:
+            return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
+        try:  # as `attempt`, once less a layer
+            return self.attend_launched(layer, step, scratch)
+        except Exception as error:
+            return recovered(self.op, error, in_torch)
 
     def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
         """`attend` by launches for all slots, without falling back."""
         queries, keys, values, scaling = step
-        output = self._output[: len(queries)]
+        output, heads = self._output[: len(queries)], self._tables.layer(layer, len(queries))
         step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
-        self._launch(layer, step, scratch, output)
+        if self._c_code is None:
+            self._launch(layer, heads, step, scratch, output)
+        elif self._packed_tokens is None:
+            attend_in_c(self._c_code, heads, self._base, step, output)
+        else:
+            entries, codes = self._packed_tokens
+            attend_in_c(self._c_code, heads, self._base, step, output, entries[layer, : len(heads)], codes)
         return output
 
     def attend_slots(self, layer: int, step: NewTokens, errors: Errors) -> Tensor:
@@ -365,8 +379,9 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         """Append a row and attend for one slot in torch. Returns: `[H_kv, G, D]`."""
 
     @abstractmethod
-    def _launch(self, layer: int, step: NewTokens, scratch: Scratch, output: Tensor) -> None:
-        """Append and attend for the first slots into `output`; all tensors are contiguous."""
+    def _launch(self, layer: int, heads: Tensor, step: NewTokens, scratch: Scratch, output: Tensor) -> None:
+        """Append and attend in Triton, for the first slots, whose descriptors are `heads`, into `output`; all
+        tensors are contiguous."""
 
 
 def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
@@ -413,9 +428,7 @@ def attend_in_c(
         base.numel(),
         *packed,
         *queries.shape[-2:],
-        queries.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
+        *map(Tensor.data_ptr, (queries, keys, values)),
         scaling,
         output.data_ptr(),
     )
@@ -427,3 +440,8 @@ def attend_in_c(
 def in_buckets(number: int, *, least: int = 1) -> int:
     """The next power of two, so that sizes that change from batch to batch have few values."""
     return max(1 << max(number - 1, 0).bit_length(), least)
+
+
+def num_pages(length: int, page_size: int) -> int:
+    """Pages of so many rows, the last of which may be partial."""
+    return -(-length // page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels import decoder_ops, hsa
+from kvferry.kernels import decoder_ops, hsa, packed_hsa
 from kvferry.kernels.case import SPOILT, TOLERANCES, OpCheck, bits_of
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewTokens, SlotBatch, WindowRows
 from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.dispatch import launch
 from kvferry.kernels.hsa.batch import HsaBatch, SparseRows
 from kvferry.kernels.kivi.batch import KiviBatch, QuantisedRows
 from kvferry.kernels.kivi.rows import WORD_BITS, kivi_quantise
-from kvferry.kernels.packed.layer import view_packed_layer
+from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.packing import fill_in_torch, indexed_layer
+from kvferry.kernels.packed_hsa import PageCodes
+from kvferry.kernels.packed_hsa.batch import PackedHsaBatch, SparsePackedRows
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
@@ -61,7 +65,6 @@ class _Inputs:
             # every third page of four matters
             token = torch.arange(CAPACITY, device=shape.device)
             keys += 0.5 * common[slot] * ((token // 4 % 3 == 1) & (token < 48))[None, :, None].to(shape.dtype)
-        self.has_nan = has_nan
         if has_nan:
             self.keys_values(SPOILT)[0][0, 17, 3] = torch.nan
             self.new[:, :, SPOILT] = torch.nan
@@ -213,23 +216,62 @@ def hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
             yield from _decode_cases("hsa", shape, make, f"pages of {page_size}{name}", **softmax)
 
 
+def _packed(inputs: _Inputs, slot: int) -> tuple[PackedLayer, Tensor]:
+    """A packed prompt as long as the slot's rows, and the bytes behind it."""
+    shape, length = inputs.shape, LENGTHS[slot]
+    size = (2, shape.num_kv_heads, length, shape.head_dim)
+    keys, values = torch.randn(*size, generator=torch.Generator().manual_seed(slot)).to(shape.device)
+    packed = indexed_layer(keys, values, *bits_of(shape, length))
+    fill_in_torch(packed, keys, values)
+    rest, size_bytes = inputs.rest(slot).view(torch.uint8), packed.layout.size_bytes
+    return view_packed_layer(packed.layout, rest[:size_bytes].copy_(packed.buffer)), rest[size_bytes:]
+
+
 def trizone_cases(shape: BatchShape) -> Iterator[OpCheck]:
     def make(inputs: _Inputs) -> tuple[TriZoneBatch, dict[int, PackedRows]]:
         rows = {}
         for slot, length in enumerate(LENGTHS):
             keys, values = inputs.keys_values(slot)
-            prompt = torch.randn(2, *keys[:, :length].shape, generator=torch.Generator().manual_seed(slot))
-            prompt_keys, prompt_values = prompt.to(shape.device)
-            packed = indexed_layer(prompt_keys, prompt_values, *bits_of(shape, length))
-            fill_in_torch(packed, prompt_keys, prompt_values)
-            buffer = inputs.rest(slot).view(torch.uint8)[: packed.layout.size_bytes]
-            buffer.copy_(packed.buffer)
-            packed = view_packed_layer(packed.layout, buffer)
+            packed, _ = _packed(inputs, slot)
             rows[slot] = PackedRows(keys=keys, values=values, length=length, packed=packed)
         arena = inputs.arena.view(-1)
         return TriZoneBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
 
     yield from _decode_cases("trizone", shape, make, "packed prompts and new rows")
+
+
+def packed_hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
+    """Of C code alone."""
+    page_size, num_pages = 3, CAPACITY // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    def make(inputs: _Inputs) -> tuple[PackedHsaBatch, dict[int, SparsePackedRows]]:
+        rows = {}
+        for slot, length in enumerate(LENGTHS):
+            keys, values = inputs.keys_values(slot)
+            packed, rest = _packed(inputs, slot)
+            size = (2, shape.num_kv_heads, shape.head_dim)
+            ranges, codes, _ = rest.tensor_split((4 * math.prod(size), (4 + num_pages) * math.prod(size)))
+            ranges = ranges.view(torch.float32).view(size)
+            pages = PageCodes(*codes.view(*size, num_pages).mT, *ranges)
+            packed_hsa.page_extremes(packed, pages, page_size=page_size)
+            # no new row, one and two before the first step
+            for row in range(slot):
+                packed_hsa.append_key(packed, pages, keys[:, row], num_new=row, page_size=page_size)
+            rows[slot] = SparsePackedRows(
+                keys=keys,
+                values=values,
+                length=slot,
+                packed=packed,
+                pages=pages,
+                page_size=page_size,
+                num_channels=shape.head_dim // 2,
+                # the second slot's are all
+                num_tokens=CAPACITY if slot == 1 else length // 3,
+            )
+        arena = inputs.arena.view(-1)
+        return PackedHsaBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
+
+    yield from _decode_cases("packed_hsa", shape, make, "pages of packed prompts and new rows")
 
 
 def kivi_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -264,36 +306,32 @@ def decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
     heads = kv_heads * shape.group_size
 
     def run(name: str, *, launched: bool) -> Tensor:
-        ops: Any = decoder_ops
-        if launched:
-            # a CPU install has no Triton
-            from kvferry.kernels.decoder_ops import triton_kernel
-
-            ops = triton_kernel
         generator = torch.Generator().manual_seed(23)
 
         def random(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
 
-        suffix = "" if launched else "_torch"
         # as products of weights that lie side by side give them
         units = [its * head_dim for its in (heads, kv_heads, kv_heads)]
         queries, keys, values = torch.split(random(3, sum(units)), units, dim=1)
         cos, sin = random(2, 3, head_dim)
-        if name == "add_norm":
-            hidden, residual = random(2, *queries.shape)
-            results = getattr(ops, name + suffix)(hidden, residual, hidden[0], 1e-5)
-        elif name == "nucleus":
-            weights = torch.rand(3, VOCABULARY, generator=generator, dtype=torch.float64).to(shape.device)
-            weights = weights.pow(9)
-            least = getattr(ops, name + suffix)(weights, 0.7 * weights.sum(1, keepdim=True))
-            results = (torch.where(weights >= least, weights, 0.0),)
-        elif name == "silu_product":
-            results = (getattr(ops, name + suffix)(*random(3, 2 * units[0]).chunk(2, dim=1)),)
-        else:
-            norms = (random(head_dim), random(head_dim), 1e-5) if name == "rotate after norms" else None
-            results = getattr(ops, "rotate" + suffix)(queries, keys, values, cos, sin, norms)
-        return torch.cat([its.flatten(1) for its in results], 1).float()
+        weights = torch.rand(3, VOCABULARY, generator=generator, dtype=torch.float64).to(shape.device).pow(9)
+        hidden, residual = random(2, *queries.shape)
+        norms = (random(head_dim), random(head_dim), 1e-5)
+        op, *arguments = {
+            "add_norm": ("add_norm", hidden, residual, hidden[0], 1e-5),
+            "nucleus": ("nucleus", weights, 0.7 * weights.sum(1, keepdim=True)),
+            "silu_product": ("silu_product", *random(3, 2 * units[0]).chunk(2, dim=1)),
+            "rotate": ("rotate", queries, keys, values, cos, sin, None),
+            "rotate after norms": ("rotate", queries, keys, values, cos, sin, norms),
+        }[name]
+        in_torch = partial(getattr(decoder_ops, f"{op}_torch"), *arguments)
+        results: Any = launch(f"decoder_ops.triton_kernel.{op}", in_torch) if launched else in_torch()
+        if op == "nucleus":
+            results = torch.where(weights >= results, weights, 0.0)
+        return torch.cat(
+            [result.flatten(1) for result in ([results] if isinstance(results, Tensor) else results)], 1
+        ).float()
 
     for name in ("add_norm", "rotate", "rotate after norms", "silu_product", "nucleus"):
         yield OpCheck(

@@ -22,18 +22,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.native.library import is_available
-from kvferry.kernels.quarantine import is_quarantined, rehearsing
+from kvferry.kernels.quarantine import attempt, is_quarantined, rehearsing
 
 KernelMode = Literal["auto", "torch", "triton"]
 KernelPath = Literal["triton", "interpreter", "native", "torch"]
 Problem = Callable[[], str | None]
+T = TypeVar("T")
 StepPathName = Literal["graph", "eager"]
 KERNEL_MODES: tuple[KernelMode, ...] = get_args(KernelMode)
 
@@ -90,24 +92,18 @@ class _State:
 _state = _State()
 
 
-class _Recording(threading.local):
-    """The calls of one thread since it began to record, None if it does not record."""
+class _Thread(threading.local):
+    """What one thread has asked for.
 
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, KernelPath]] | None = None
+    Attributes: recorded: its calls since it began to record, None if it does not; torch_only: whether they
+        take the torch path.
+    """
 
-
-_recording = _Recording()
-
-
-class _TorchOnly(threading.local):
-    """Whether one thread's calls take the torch path."""
-
-    def __init__(self) -> None:
-        self.is_on = False
+    recorded: Counter[tuple[str, KernelPath]] | None = None
+    torch_only = False
 
 
-_torch_only = _TorchOnly()
+_thread = _Thread()
 
 
 def configure(mode: KernelMode, device: torch.device) -> None:
@@ -144,11 +140,35 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
     # saves a CPU a call in every layer
     if op in NATIVE_CALLS or _state.mode in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         path = planned_path(op, device, unsupported)
-    if _recording.calls is not None:
-        _recording.calls[op, path] += 1
+    if _thread.recorded is not None:
+        _thread.recorded[op, path] += 1
     with _state.lock:
         _state.calls[op, path] += 1
     return path
+
+
+def run(
+    op: str, device: torch.device, function: str, in_torch: partial[T], unsupported: Problem | None = None
+) -> T:
+    """Run a call as `path_for` says, and in torch also where Triton fails.
+
+    Args: function, in_torch: as of `launch`.
+    """
+    if path_for(op, device, unsupported) == "torch":
+        return in_torch()
+    return attempt(op, lambda: launch(function, in_torch), in_torch)
+
+
+def launch(function: str, in_torch: partial[T]) -> T:
+    """Call a function of a Triton module, which is imported now, because a CPU install has no Triton.
+
+    Args:
+        function: where it is below `kvferry.kernels`: "hsa.triton_kernel.attend".
+        in_torch: a call of the same in torch, with the same arguments.
+    """
+    module, _, name = function.rpartition(".")
+    called: Callable[..., T] = getattr(importlib.import_module(f"kvferry.kernels.{module}"), name)
+    return called(*in_torch.args, **in_torch.keywords)
 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
@@ -158,7 +178,7 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
         return "native"
     if op in TORCH_OPS or _state.mode not in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         return "torch"
-    if _torch_only.is_on or is_quarantined(op):
+    if _thread.torch_only or is_quarantined(op):
         return "torch"
     if _state.mode == "auto" and not triton_installed():
         return "torch"
@@ -180,7 +200,7 @@ def uses_native(op: str, device: torch.device) -> bool:
     """Whether C code may run an op's float32 calls on this thread."""
     if op not in NATIVE_OPS or device.type != "cpu" or _state.mode != "auto":
         return False
-    if _torch_only.is_on or rehearsing.is_on:
+    if _thread.torch_only or rehearsing.is_on:
         return False
     if op not in NATIVE_CALLS and torch.get_num_threads() > NATIVE_THREADS:
         return False
@@ -209,21 +229,21 @@ def count(calls: Mapping[tuple[str, KernelPath], int]) -> None:
 @contextmanager
 def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
     """Record the calls that this thread makes in the context; they are counted as well."""
-    _recording.calls = calls = Counter[tuple[str, KernelPath]]()
+    _thread.recorded = calls = Counter[tuple[str, KernelPath]]()
     try:
         yield calls
     finally:
-        _recording.calls = None
+        _thread.recorded = None
 
 
 @contextmanager
 def torch_only() -> Iterator[None]:
     """Every op takes the torch path on this thread in the context."""
-    _torch_only.is_on = True
+    _thread.torch_only = True
     try:
         yield
     finally:
-        _torch_only.is_on = False
+        _thread.torch_only = False
 
 
 def planned_step_path(device: torch.device) -> StepPathName:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.kernels import chunk_scores
 from kvferry.kernels.case import SPOILT, TOLERANCES, OpCheck, bits_of
-from kvferry.kernels.chunk_scores import chunk_scores_torch, shared_chunk_scores_torch
 from kvferry.kernels.column_sums import column_sums_torch
 from kvferry.kernels.decode_batch import BatchShape
+from kvferry.kernels.dispatch import launch
 from kvferry.kernels.knapsack import take_increments_torch
 from kvferry.kernels.packed.check import BAD_POSITIONS, BAD_SCALES
 from kvferry.kernels.packed.layout import packed_bound
@@ -37,20 +38,19 @@ def _scores_cases(
     shape: BatchShape,
     name: str,
     num_queries: int,
-    launch: Callable[[Tensor, Tensor, float], Tensor],
-    expected: Callable[[Tensor, Tensor, float], Tensor],
+    launched: Callable[..., Tensor],
+    expected: Callable[..., Tensor],
 ) -> Iterator[OpCheck]:
     for has_nan in (False, True) if shape.num_kv_heads > SPOILT else (False,):
         inputs = partial(_prompt, shape, num_queries, has_nan=has_nan)
 
-        def run(side: Callable[[Tensor, Tensor, float], Tensor], inputs: Any = inputs) -> Tensor:
-            queries, keys = inputs()
-            return side(queries, keys, shape.head_dim**-0.5).flatten(1).float()
+        def run(side: Callable[..., Tensor], inputs: Any = inputs) -> Tensor:
+            return side(*inputs(), scaling=shape.head_dim**-0.5).flatten(1).float()
 
         yield OpCheck(
             op=op,
             name=f"{name}, one head with NaN" if has_nan else name,
-            launch=partial(run, launch),
+            launch=partial(run, launched),
             expected=partial(run, expected),
             tolerance=TOLERANCES[shape.dtype],
             spoilt=SPOILT if has_nan else None,
@@ -70,34 +70,34 @@ def _sums_in_torch(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def window_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    launch = partial(_mass, per_query_head=False)
-    yield from _scores_cases("window_scores", shape, "a window", WINDOW, launch, _sums_in_torch)
+    launched = partial(_mass, per_query_head=False)
+    yield from _scores_cases("window_scores", shape, "a window", WINDOW, launched, _sums_in_torch)
 
 
 def column_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    launch = partial(_mass, per_query_head=True)
+    launched = partial(_mass, per_query_head=True)
     for name, num_queries in (("a first turn", PROMPT_TOKENS), ("a later turn", LATER_TURN)):
-        yield from _scores_cases("column_sums", shape, name, num_queries, launch, _sums_in_torch)
+        yield from _scores_cases("column_sums", shape, name, num_queries, launched, _sums_in_torch)
 
 
-def chunk_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    for shared, num_queries in ((False, PROMPT_TOKENS), (True, WINDOW)):
+def chunk_cases(
+    shape: BatchShape, function: str = "chunk_scores.triton_kernel.chunk_scores"
+) -> Iterator[OpCheck]:
+    """Args: function: as of `dispatch.launch`."""
 
-        def launch(queries: Tensor, keys: Tensor, scaling: float, shared: bool = shared) -> Tensor:
-            # a CPU install has no Triton
-            from kvferry.kernels.chunk_scores import triton_kernel
+    def launched(queries: Tensor, keys: Tensor, **sizes: Any) -> Tensor:
+        return launch(function, partial(chunk_scores.in_torch, queries, keys, **sizes))
 
-            scores: Tensor = triton_kernel.chunk_scores(
-                queries, keys, chunk_tokens=CHUNK, scaling=scaling, shared=shared
-            )
-            return scores
+    for name, shared, num_queries in (("chunks", False, PROMPT_TOKENS), ("shared queries", True, WINDOW)):
+        sizes: dict[str, Any] = {"chunk_tokens": CHUNK, "shared": shared}
+        sides = partial(launched, **sizes), partial(chunk_scores.in_torch, **sizes)
+        yield from _scores_cases("chunk_scores", shape, name, num_queries, *sides)
 
-        def expected(queries: Tensor, keys: Tensor, scaling: float, shared: bool = shared) -> Tensor:
-            in_torch = shared_chunk_scores_torch if shared else chunk_scores_torch
-            return in_torch(queries, keys, CHUNK, scaling)
 
-        name = "shared queries" if shared else "chunks"
-        yield from _scores_cases("chunk_scores", shape, name, num_queries, launch, expected)
+def _exact(op: str, name: str, run: Callable[..., Tensor]) -> OpCheck:
+    """A case whose sides are equal. Args: run: the kernel if `launched`, else torch."""
+    sides = partial(run, launched=True), partial(run, launched=False)
+    return OpCheck(op=op, name=name, launch=sides[0], expected=sides[1], tolerance=0.0)
 
 
 def pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -124,13 +124,7 @@ def pack_cases(shape: BatchShape) -> Iterator[OpCheck]:
             buffer[: packed.layout.size_bytes] = packed.buffer
         return buffer[None].float()
 
-    yield OpCheck(
-        op="pack",
-        name="a prompt, byte by byte",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("pack", "a prompt, byte by byte", run)
 
 
 def knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -144,20 +138,12 @@ def knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
         budgets = torch.arange(shape.num_kv_heads) * 701 % 3000
         device, steps = shape.device, torch.tensor([2, 2, 12])
         arguments = order.to(device), gained.to(device), steps.to(device), budgets.to(device)
-        if launched:
-            # a CPU install has no Triton
-            from kvferry.kernels.knapsack import triton_kernel
+        in_torch = partial(take_increments_torch, *arguments, PROMPT_TOKENS)
+        return (
+            launch("knapsack.triton_kernel.take_increments", in_torch) if launched else in_torch()
+        ).float()
 
-            return triton_kernel.take_increments(*arguments, PROMPT_TOKENS).float()
-        return take_increments_torch(*arguments, PROMPT_TOKENS).float()
-
-    yield OpCheck(
-        op="knapsack",
-        name="bits of a prompt's tokens",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("knapsack", "bits of a prompt's tokens", run)
 
 
 def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
@@ -185,10 +171,4 @@ def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
         result = torch.stack(found).to(shape.device) if launched else expected
         return result.view(1, -1)
 
-    yield OpCheck(
-        op="packed_check",
-        name="a packed prompt with and without faults",
-        launch=partial(run, launched=True),
-        expected=partial(run, launched=False),
-        tolerance=0.0,
-    )
+    yield _exact("packed_check", "a packed prompt with and without faults", run)

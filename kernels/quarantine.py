@@ -42,13 +42,15 @@ class Quarantined:
 
 
 class _State:
+    """Attributes: by_op: another dictionary after every change, because it is read without the lock."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.by_op: dict[str, Quarantined] = {}
         self.listeners: list[Callable[[Quarantined], None]] = []
 
 
-_state = _State()
+state = _State()
 
 
 class _Rehearsing:
@@ -63,12 +65,11 @@ rehearsing = _Rehearsing()
 def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
     """Use the torch path for every later call of an operator. Returns whether it was in use until now."""
     entry = Quarantined(op=op, reason=reason, detail=detail)
-    with _state.lock:
-        if op in _state.by_op:
+    with state.lock:
+        if op in state.by_op:
             return False
-        # another dictionary, because `is_quarantined` reads without the lock
-        _state.by_op = {**_state.by_op, op: entry}
-        listeners = list(_state.listeners)
+        state.by_op = {**state.by_op, op: entry}
+        listeners = list(state.listeners)
     for listener in listeners:
         listener(entry)
     return True
@@ -76,25 +77,19 @@ def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
 
 def is_quarantined(op: str) -> bool:
     """Whether an operator is quarantined."""
-    return op in _state.by_op
+    return op in state.by_op
 
 
 def quarantined() -> dict[str, Quarantined]:
     """All quarantined operators, by name."""
-    return dict(_state.by_op)
+    return dict(state.by_op)
 
 
 def on_quarantine(listener: Callable[[Quarantined], None]) -> None:
     """Call a function at every later quarantine, on the thread that found the fault."""
-    with _state.lock:
-        if listener not in _state.listeners:
-            _state.listeners.append(listener)
-
-
-def release_all() -> None:
-    """Use all kernels again, after a test."""
-    with _state.lock:
-        _state.by_op = {}
+    with state.lock:
+        if listener not in state.listeners:
+            state.listeners.append(listener)
 
 
 def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
@@ -105,30 +100,34 @@ def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
 
     In a rehearsal, which launches nothing, the result is torch's, and errors of the compiler are raised.
 
-    Raises: the error of `launch`, if the device is lost or has no memory left, or captures a graph, in which
-        torch could not run.
+    Raises: as `recovered`.
     """
     if rehearsing.is_on:
         launch()
         return in_torch()
     try:
         return launch()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
-        failure = error
+        return recovered(op, error, in_torch)
+
+
+def recovered(op: str, failure: Exception, in_torch: Callable[[], T]) -> T:
+    """What `in_torch` returns in place of a launch that has failed; see `attempt`.
+
+    Raises: the failure, if the device is lost or has no memory left, or captures a graph, in which torch
+        could not run.
+    """
+    if isinstance(failure, torch.OutOfMemoryError):
+        raise failure
+    reason, detail = reason_of(failure), f"{type(failure).__name__}: {failure}"
     if is_capturing():
-        _quarantine_after(op, failure)
+        quarantine(op, reason, detail)
         raise failure
     if is_lost(failure):
         raise failure
     result = in_torch()
-    _quarantine_after(op, failure)
+    quarantine(op, reason, detail)
     return result
-
-
-def _quarantine_after(op: str, error: Exception) -> None:
-    quarantine(op, reason_of(error), f"{type(error).__name__}: {error}")
 
 
 def is_capturing() -> bool:

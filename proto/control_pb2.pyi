@@ -932,7 +932,6 @@ class PrefillRequest(_message.Message):
     RETAINED_AS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
-    SESSION_BASE_FIELD_NUMBER: _builtins.int
     SIBLINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
@@ -956,8 +955,6 @@ class PrefillRequest(_message.Message):
     @_builtins.property
     def retained_as(self) -> Global___SessionKey: ...
     @_builtins.property
-    def session_base(self) -> Global___SessionBase: ...
-    @_builtins.property
     def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingParams]: ...
     def __init__(
         self,
@@ -977,12 +974,11 @@ class PrefillRequest(_message.Message):
         retained_as: Global___SessionKey | None = ...,
         owner: _builtins.str = ...,
         max_reused_tokens: _builtins.int | None = ...,
-        session_base: Global___SessionBase | None = ...,
         siblings: _abc.Iterable[Global___SamplingParams] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "_session_base", b"_session_base", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "session_base", b"session_base", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "_session_base", b"_session_base", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "session_base", b"session_base", "siblings", b"siblings", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "siblings", b"siblings", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -994,8 +990,6 @@ class PrefillRequest(_message.Message):
     _WhichOneofArgType__retained_as: _TypeAlias = _typing.Literal["_retained_as", b"_retained_as"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
-    _WhichOneofReturnType__session_base: _TypeAlias = _typing.Literal["session_base"]  # noqa: Y015
-    _WhichOneofArgType__session_base: _TypeAlias = _typing.Literal["_session_base", b"_session_base"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document) -> _WhichOneofReturnType__document | None: ...
     @_typing.overload
@@ -1006,122 +1000,8 @@ class PrefillRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retained_as) -> _WhichOneofReturnType__retained_as | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__session_base) -> _WhichOneofReturnType__session_base | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
-
-@_typing.final
-class SessionBase(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUTER_FIELD_NUMBER: _builtins.int
-    COMMIT_ID_FIELD_NUMBER: _builtins.int
-    router: _builtins.str
-    commit_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        router: _builtins.str = ...,
-        commit_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_id", b"commit_id", "router", b"router"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SessionBase: _TypeAlias = SessionBase  # noqa: Y015
-
-@_typing.final
-class PendingTurn(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: _builtins.int
-    BASES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def session(self) -> Global___SessionKey: ...
-    @_builtins.property
-    def bases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        session: Global___SessionKey | None = ...,
-        bases: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "session", b"session"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PendingTurn: _TypeAlias = PendingTurn  # noqa: Y015
-
-@_typing.final
-class PendingTurns(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUTER_FIELD_NUMBER: _builtins.int
-    LEASE_S_FIELD_NUMBER: _builtins.int
-    TURNS_FIELD_NUMBER: _builtins.int
-    router: _builtins.str
-    lease_s: _builtins.float
-    @_builtins.property
-    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingTurn]: ...
-    def __init__(
-        self,
-        *,
-        router: _builtins.str = ...,
-        lease_s: _builtins.float = ...,
-        turns: _abc.Iterable[Global___PendingTurn] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "router", b"router", "turns", b"turns"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PendingTurns: _TypeAlias = PendingTurns  # noqa: Y015
-
-@_typing.final
-class PendingAnswer(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OVERTAKEN_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def overtaken(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionKey]: ...
-    def __init__(
-        self,
-        *,
-        overtaken: _abc.Iterable[Global___SessionKey] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overtaken", b"overtaken"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PendingAnswer: _TypeAlias = PendingAnswer  # noqa: Y015
-
-@_typing.final
-class PendingInfo(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BASES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def bases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        bases: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PendingInfo: _TypeAlias = PendingInfo  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):

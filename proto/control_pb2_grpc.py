@@ -318,16 +318,6 @@ class PrefillStub:
                 request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
                 _registered_method=True)
-        self.AnnouncePending = channel.unary_unary(
-                '/kvferry.control.v1.Prefill/AnnouncePending',
-                request_serializer=kvferry_dot_proto_dot_control__pb2.PendingTurns.SerializeToString,
-                response_deserializer=kvferry_dot_proto_dot_control__pb2.PendingAnswer.FromString,
-                _registered_method=True)
-        self.PendingTurn = channel.unary_unary(
-                '/kvferry.control.v1.Prefill/PendingTurn',
-                request_serializer=kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
-                response_deserializer=kvferry_dot_proto_dot_control__pb2.PendingInfo.FromString,
-                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/kvferry.control.v1.Prefill/Status',
                 request_serializer=kvferry_dot_proto_dot_control__pb2.StatusRequest.SerializeToString,
@@ -387,20 +377,6 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AnnouncePending(self, request, context):
-        """Know of turns that a router has acknowledged and Redis lacks.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PendingTurn(self, request, context):
-        """Report such a turn of a session.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -444,16 +420,6 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.DropSession,
                     request_deserializer=kvferry_dot_proto_dot_control__pb2.SessionKey.FromString,
                     response_serializer=kvferry_dot_proto_dot_control__pb2.HistoryInfo.SerializeToString,
-            ),
-            'AnnouncePending': grpc.unary_unary_rpc_method_handler(
-                    servicer.AnnouncePending,
-                    request_deserializer=kvferry_dot_proto_dot_control__pb2.PendingTurns.FromString,
-                    response_serializer=kvferry_dot_proto_dot_control__pb2.PendingAnswer.SerializeToString,
-            ),
-            'PendingTurn': grpc.unary_unary_rpc_method_handler(
-                    servicer.PendingTurn,
-                    request_deserializer=kvferry_dot_proto_dot_control__pb2.SessionKey.FromString,
-                    response_serializer=kvferry_dot_proto_dot_control__pb2.PendingInfo.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -650,60 +616,6 @@ class Prefill:
             '/kvferry.control.v1.Prefill/DropSession',
             kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
             kvferry_dot_proto_dot_control__pb2.HistoryInfo.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AnnouncePending(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.control.v1.Prefill/AnnouncePending',
-            kvferry_dot_proto_dot_control__pb2.PendingTurns.SerializeToString,
-            kvferry_dot_proto_dot_control__pb2.PendingAnswer.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PendingTurn(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.control.v1.Prefill/PendingTurn',
-            kvferry_dot_proto_dot_control__pb2.SessionKey.SerializeToString,
-            kvferry_dot_proto_dot_control__pb2.PendingInfo.FromString,
             options,
             channel_credentials,
             insecure,

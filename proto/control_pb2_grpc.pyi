@@ -126,10 +126,6 @@ class PrefillStub:
     """Report how much of a prompt is stored."""
     DropSession: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]
     """Delete a session's history."""
-    AnnouncePending: _grpc.UnaryUnaryMultiCallable[_control_pb2.PendingTurns, _control_pb2.PendingAnswer]
-    """Know of turns that a router has acknowledged and Redis lacks."""
-    PendingTurn: _grpc.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.PendingInfo]
-    """Report such a turn of a session."""
     Status: _grpc.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]
 
 @_typing.type_check_only
@@ -149,10 +145,6 @@ class PrefillAsyncStub(PrefillStub):
     """Report how much of a prompt is stored."""
     DropSession: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.HistoryInfo]  # type: ignore[assignment]
     """Delete a session's history."""
-    AnnouncePending: _aio.UnaryUnaryMultiCallable[_control_pb2.PendingTurns, _control_pb2.PendingAnswer]  # type: ignore[assignment]
-    """Know of turns that a router has acknowledged and Redis lacks."""
-    PendingTurn: _aio.UnaryUnaryMultiCallable[_control_pb2.SessionKey, _control_pb2.PendingInfo]  # type: ignore[assignment]
-    """Report such a turn of a session."""
     Status: _aio.UnaryUnaryMultiCallable[_control_pb2.StatusRequest, _control_pb2.WorkerStatus]  # type: ignore[assignment]
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -211,22 +203,6 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.HistoryInfo, _abc.Awaitable[_control_pb2.HistoryInfo]]:
         """Delete a session's history."""
-
-    @_abc_1.abstractmethod
-    def AnnouncePending(
-        self,
-        request: _control_pb2.PendingTurns,
-        context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.PendingAnswer, _abc.Awaitable[_control_pb2.PendingAnswer]]:
-        """Know of turns that a router has acknowledged and Redis lacks."""
-
-    @_abc_1.abstractmethod
-    def PendingTurn(
-        self,
-        request: _control_pb2.SessionKey,
-        context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.PendingInfo, _abc.Awaitable[_control_pb2.PendingInfo]]:
-        """Report such a turn of a session."""
 
     @_abc_1.abstractmethod
     def Status(

@@ -15,11 +15,11 @@
     │   ├── ResponseNotFound
     │   └── DocumentNotFound
     ├── SessionBusy                    conflict         409  ABORTED              retryable
+    ├── SessionNotStored               conflict         409  ABORTED
     ├── CapacityExceeded               rate_limit       429  RESOURCE_EXHAUSTED   retryable
     ├── Overloaded                     overloaded       503  UNAVAILABLE          retryable
     │   ├── WorkerUnavailable          worker_lost      503  UNAVAILABLE          retryable
     │   └── StoreUnavailable           store_lost       503  UNAVAILABLE          retryable
-    │       └── SessionPending         store_lost       503  UNAVAILABLE          retryable
     ├── DeadlineExceeded               deadline         504  DEADLINE_EXCEEDED    retryable
     ├── Cancelled                      cancelled        499  CANCELLED
     ├── TransferFailed                 transfer         502  DATA_LOSS            retryable
@@ -151,6 +151,24 @@ class SessionBusy(KvferryError):
     retryable = True
 
 
+class SessionNotStored(KvferryError):
+    """The session's last turn was answered and could not be stored, so another one cannot continue it."""
+
+    category = "conflict"
+    type = "invalid_request_error"
+    code = "session_not_stored"
+    http_status = 409
+    grpc_status = "ABORTED"
+
+    @classmethod
+    def of(cls, session_id: str) -> SessionNotStored:
+        return cls(
+            f"The last turn of session {session_id!r} was not stored, as its answer said; send the whole "
+            "conversation with session_mode 'replace'",
+            reason="not_stored",
+        )
+
+
 class CapacityExceeded(KvferryError):
     """Refused for now: the arena or a queue is full."""
 
@@ -182,21 +200,6 @@ class StoreUnavailable(Overloaded):
     """Redis does not answer, or answers with an error."""
 
     category = "store_lost"
-
-
-class SessionPending(StoreUnavailable):
-    """Another router has acknowledged a turn of the session that Redis does not have yet."""
-
-    code = "session_pending"
-
-    @classmethod
-    def of(cls, session_id: str) -> SessionPending:
-        return cls(
-            f"Session {session_id!r} has had a turn that only another router knows, which cannot reach Redis "
-            "now; repeat the request later",
-            reason="session_pending",
-            retry_after_s=2.0,
-        )
 
 
 class DeadlineExceeded(KvferryError):
@@ -256,10 +259,3 @@ class UnsupportedModel(KvferryError):
 class ConfigurationError(KvferryError):
     category = "configuration"
     grpc_status = "FAILED_PRECONDITION"
-
-
-def without_text(error: BaseException) -> str:
-    """What traces say of an error: of a caller's mistake not its message, which quotes the request."""
-    if isinstance(error, InvalidRequest):
-        return f"{type(error).__name__}: {error.reason}"
-    return str(error)

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.compress import WaitingLayer, measure_layer
+from kvferry.shared.compression.compress import (
+    WaitingLayer,
+    compress_prompt,
+    compress_waiting,
+    in_layer_order,
+    measure_layer,
+)
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
@@ -25,7 +31,6 @@ from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt, compress_waiting, in_layer_order
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
@@ -111,19 +116,6 @@ class CapturedPrompt:
         return replace(self, layers=layers)
 
 
-def _layer_inputs(
-    model: LanguageModel, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float
-) -> LayerInputs:
-    return LayerInputs(
-        layer=layer,
-        queries=queries,
-        keys=keys,
-        values=values,
-        scaling=scaling,
-        unrotate=lambda rows: model.pre_rope_keys(layer, rows),
-    )
-
-
 class _PassStates:
     """Implements `LayerStates` for one pass. Args: earlier: the states before it."""
 
@@ -155,7 +147,7 @@ class _Capture:
         return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self.layers.append(_layer_inputs(self._model, layer, queries, keys, values, scaling))
+        self.layers.append(LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling))
 
 
 class _Prefill:
@@ -177,7 +169,7 @@ class _Prefill:
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
-        inputs = _layer_inputs(self._model, layer, queries, *full, scaling)
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
         if self._num_draft:
             self._drafting.append(replace(inputs, queries=queries.clone()))
         elif is_measured(self._resolved):

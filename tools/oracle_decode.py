@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats import make_formats, naive_layer
 from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
 from kvferry.shared.compression.formats.state import NaiveState
 from kvferry.shared.compression.plan import ResolvedPlan
@@ -29,7 +29,7 @@ class OracleDecode:
     def __init__(self, spec: ModelSpec, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
         formats = make_formats(spec, resolved)
         self._layers: list[NaiveLayer] = [
-            fmt.naive(tensors) for fmt, tensors in zip(formats, compressed, strict=True)
+            naive_layer(fmt, tensors) for fmt, tensors in zip(formats, compressed, strict=True)
         ]
         self.generated: list[list[LayerKV]] = [[] for _ in formats]
 

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvferry.shared.costs.machine import GPUS
 from kvferry.tools.kernel_cache.shapes import Shape
+from kvferry.tools.plan.machine import GPUS
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels"
 COMPILED = (RESULTS / "compile.json", RESULTS / "compile-others.json")

@@ -17,9 +17,9 @@ from decode_cases import Method
 from hsa_cases import HsaSize
 from kernel_counts import KernelCounts, hsa_size
 
-from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.kernel_cache.shapes import Shape
+from kvferry.tools.plan.sizes import sizes_of
 
 KIVI_BITS = 4
 BOUND_BY_ARITHMETIC = ("chunk_scores",)

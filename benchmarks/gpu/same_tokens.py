@@ -16,7 +16,8 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan

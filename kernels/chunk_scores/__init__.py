@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import check_scores, check_size, path_for, scores_problem, uses_native
+from kvferry.kernels.dispatch import check_scores, check_size, launch, path_for, scores_problem, uses_native
 from kvferry.kernels.quarantine import attempt
 
 MAX_LOGITS = 1 << 24
@@ -48,29 +48,21 @@ def chunk_scores(
         raise ValueError(
             f"there are {queries.shape[2]} queries and {keys.shape[1]} keys; they must be as many"
         )
-    torch_path = shared_chunk_scores_torch if shared else chunk_scores_torch
-    in_torch = partial(torch_path, queries, keys, chunk_tokens, scaling)
+    call = partial(in_torch, queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
     # the C code takes any shapes and strides
     problem = None if uses_native("chunk_scores", keys.device) else partial(scores_problem, queries, keys)
     path = path_for("chunk_scores", keys.device, problem)
     if path == "torch":
-        return in_torch()
+        return call()
     if path == "native":
-        # its check imports this module
-        from kvferry.kernels.chunk_scores import native
+        return launch("chunk_scores.native.chunk_scores", call)
+    return attempt("chunk_scores", lambda: launch("chunk_scores.triton_kernel.chunk_scores", call), call)
 
-        return native.chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared)
 
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.chunk_scores import triton_kernel
-
-        scores: Tensor = triton_kernel.chunk_scores(
-            queries, keys, chunk_tokens=chunk_tokens, scaling=scaling, shared=shared
-        )
-        return scores
-
-    return attempt("chunk_scores", launch, in_torch)
+def in_torch(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
+    """`chunk_scores` in torch; arguments are not checked."""
+    scores = shared_chunk_scores_torch if shared else chunk_scores_torch
+    return scores(queries, keys, chunk_tokens, scaling)
 
 
 def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:
@@ -90,14 +82,12 @@ def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling
     return scores
 
 
-def shared_chunk_scores_torch(
-    queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float, max_logits: int = MAX_LOGITS
-) -> Tensor:
+def shared_chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:
     """`chunk_scores` of shared queries in torch; arguments are not checked."""
     num_kv_heads, num_tokens, _ = keys.shape
     num_rows = queries.shape[1] * queries.shape[2]
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
-    spans = _spans(num_tokens, chunk_tokens, max_logits // (num_rows * chunk_tokens))
+    spans = _spans(num_tokens, chunk_tokens, MAX_LOGITS // (num_rows * chunk_tokens))
     for head in range(num_kv_heads):
         rows = queries[head].flatten(0, 1).float() * scaling
         for begin, end, size in spans:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -14,28 +13,18 @@ from torch import Tensor
 from kvferry.kernels.native.library import library
 
 
-def chunk_scores(
-    queries: Tensor,
-    keys: Tensor,
-    *,
-    chunk_tokens: int,
-    scaling: float,
-    shared: bool,
-    function: Callable[..., int] | None = None,
-) -> Tensor:
+def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
     """`chunk_scores` of CPU tensors, in as many threads as torch has; arguments are not checked.
 
-    Args: function: of a library that is not loaded yet.
     Raises: MemoryError: there is no memory for a chunk's logits.
     """
-    run = library().kvferry_chunk_scores if function is None else function
     queries, keys = _with_whole_rows(queries), _with_whole_rows(keys)
     num_kv_heads, group_size, num_queries, head_dim = queries.shape
     num_tokens = keys.shape[1]
     scores = torch.empty(num_kv_heads, num_tokens)
     strides = (ctypes.c_int64 * 5)(*queries.stride()[:3], *keys.stride()[:2])
-    call = partial(
-        run,
+    call: partial[int] = partial(
+        library().kvferry_chunk_scores,
         *(queries.data_ptr(), keys.data_ptr(), strides),
         *(group_size, num_queries, num_tokens, head_dim, chunk_tokens, shared),
     )

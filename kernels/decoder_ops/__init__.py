@@ -8,24 +8,23 @@ Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import planned_path
+from kvferry.kernels.dispatch import launch, planned_path
 from kvferry.kernels.quarantine import attempt
 
 T = TypeVar("T")
 
 
-def _launched(launch: Callable[[], T], in_torch: Callable[[], T], device: torch.device) -> T:
+def _run(name: str, device: torch.device, in_torch: partial[T]) -> T:
     """A step counts one call of these ops (`TransformersModel.decode`), so they do not count theirs."""
     if planned_path("decoder_ops", device) in ("torch", "native"):
         return in_torch()
-    return attempt("decoder_ops", launch, in_torch)
+    return attempt("decoder_ops", lambda: launch(f"decoder_ops.triton_kernel.{name}", in_torch), in_torch)
 
 
 def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,15 +33,7 @@ def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     Args: hidden, residual: `[B, N]`, contiguous; residual None: nothing is added. weight: `[N]`.
     Returns: the sum, and the norm.
     """
-    in_torch = partial(add_norm_torch, hidden, residual, weight, eps)
-
-    def launch() -> tuple[Tensor, Tensor]:
-        # a CPU install has no Triton
-        from kvferry.kernels.decoder_ops import triton_kernel
-
-        return triton_kernel.add_norm(hidden, residual, weight, eps)
-
-    return _launched(launch, in_torch, hidden.device)
+    return _run("add_norm", hidden.device, partial(add_norm_torch, hidden, residual, weight, eps))
 
 
 def add_norm_torch(
@@ -77,15 +68,7 @@ def rotate(
 
     Returns: `[B, H, D]`, and `[B, H_kv, D]` of keys and of values as they are; contiguous.
     """
-    in_torch = partial(rotate_torch, queries, keys, values, cos, sin, norms)
-
-    def launch() -> tuple[Tensor, Tensor, Tensor]:
-        # a CPU install has no Triton
-        from kvferry.kernels.decoder_ops import triton_kernel
-
-        return triton_kernel.rotate(queries, keys, values, cos, sin, norms)
-
-    return _launched(launch, in_torch, queries.device)
+    return _run("rotate", queries.device, partial(rotate_torch, queries, keys, values, cos, sin, norms))
 
 
 def rotate_torch(
@@ -110,15 +93,7 @@ def rotate_torch(
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`. Args: `[B, n]`; a row may be a part of a longer one."""
-    in_torch = partial(silu_product_torch, gate, up)
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.decoder_ops import triton_kernel
-
-        return triton_kernel.silu_product(gate, up)
-
-    return _launched(launch, in_torch, gate.device)
+    return _run("silu_product", gate.device, partial(silu_product_torch, gate, up))
 
 
 def silu_product_torch(gate: Tensor, up: Tensor) -> Tensor:
@@ -133,15 +108,7 @@ def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
     Args: weights: float64 `[B, V]`, contiguous, at least 0; goal: float64 `[B, 1]`, above 0.
     Returns: float64 `[B, 1]`; any number for a row with weights that are not finite.
     """
-    in_torch = partial(nucleus_torch, weights, goal)
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.decoder_ops import triton_kernel
-
-        return triton_kernel.nucleus(weights, goal)
-
-    return _launched(launch, in_torch, weights.device)
+    return _run("nucleus", weights.device, partial(nucleus_torch, weights, goal))
 
 
 def nucleus_torch(weights: Tensor, goal: Tensor) -> Tensor:

@@ -111,53 +111,33 @@ class NativeStep:
     def project(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Before a layer's attention. Returns: rotated queries `[B, H_kv, G, D]`, keys and values
         `[B, H_kv, D]`."""
-        its, hidden = self._decoder, self._hidden
-        (num_heads, num_kv_heads), count = its._sizes, len(hidden)
-        rows = hidden.new_empty((count * (num_heads + 2 * num_kv_heads), its._head_dim))
+        decoder, hidden = self._decoder, self._hidden
+        (num_heads, num_kv_heads), count = decoder._sizes, len(hidden)
+        rows = hidden.new_empty((count * (num_heads + 2 * num_kv_heads), decoder._head_dim))
         sizes = [count * num_heads, count * num_kv_heads, count * num_kv_heads]
         queries, keys, values = torch.split(rows, sizes)
-        its._library.kvferry_project(
-            its._at[layer],
-            count,
-            hidden.data_ptr(),
-            None if self._change is None else self._change.data_ptr(),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
-            self._scratch.data_ptr(),
-            queries.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-        )
-        shape = (count, num_kv_heads, -1, its._head_dim)
+        change = None if self._change is None else self._change.data_ptr()
+        others = map(Tensor.data_ptr, (self._cos, self._sin, self._scratch, queries, keys, values))
+        decoder._library.kvferry_project(decoder._at[layer], count, hidden.data_ptr(), change, *others)
+        shape = (count, num_kv_heads, -1, decoder._head_dim)
         return queries.view(shape), keys.view(shape[:2] + shape[3:]), values.view(shape[:2] + shape[3:])
 
     def finish(self, layer: int, attended: Tensor) -> None:
         """After a layer's attention. Args: `[B, H_kv, G, D]`."""
         if self._change is None:
             self._change = torch.empty_like(self._hidden)
-        attended = attended.contiguous()
-        self._decoder._library.kvferry_finish(
-            self._decoder._at[layer],
-            len(self._hidden),
-            attended.data_ptr(),
-            self._hidden.data_ptr(),
-            self._change.data_ptr(),
-            self._scratch.data_ptr(),
-        )
+        decoder, attended = self._decoder, attended.contiguous()
+        pointers = map(Tensor.data_ptr, (attended, self._hidden, self._change, self._scratch))
+        decoder._library.kvferry_finish(decoder._at[layer], len(self._hidden), *pointers)
 
     def logits(self) -> Tensor:
         """After the last layer. Returns: float32 `[B, V]`."""
         assert self._change is not None, "no layer has been finished"
-        its = self._decoder
-        logits = self._hidden.new_empty((len(self._hidden), its._vocab_size))
-        its._library.kvferry_logits(
-            ctypes.addressof(its._last),
-            ctypes.addressof(its._head),
-            len(self._hidden),
-            self._hidden.data_ptr(),
-            self._change.data_ptr(),
-            logits.data_ptr(),
-        )
+        decoder = self._decoder
+        logits = self._hidden.new_empty((len(self._hidden), decoder._vocab_size))
+        weights = map(ctypes.addressof, (decoder._last, decoder._head))
+        pointers = map(Tensor.data_ptr, (self._hidden, self._change, logits))
+        decoder._library.kvferry_logits(*weights, len(self._hidden), *pointers)
         return logits
 
 

@@ -9,8 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
-from kvferry.kernels.quarantine import attempt
+from kvferry.kernels.dispatch import attention_problem, check_attention, run
 from kvferry.kernels.softmax import Scaling
 from kvferry.kernels.torch_attention import attend_rows
 
@@ -26,13 +25,7 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scal
     if keys.stride(2) != 1 or values.stride(2) != 1:
         raise ValueError("rows of keys and values must be contiguous (stride 1 over D)")
     in_torch = partial(attend_rows, queries, keys, values, scaling=scaling)
-    if path_for("dense_decode", queries.device, partial(attention_problem, queries, keys, values)) == "torch":
-        return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.dense_decode import triton_kernel
-
-        return triton_kernel.dense_decode(queries, keys, values, scaling=scaling)
-
-    return attempt("dense_decode", launch, in_torch)
+    unsupported = partial(attention_problem, queries, keys, values)
+    return run(
+        "dense_decode", queries.device, "dense_decode.triton_kernel.dense_decode", in_torch, unsupported
+    )

@@ -19,7 +19,6 @@ from kvferry.kernels.decode_batch import (
     NewTokens,
     SlotBatch,
     WindowRows,
-    attend_in_c,
     row_fields,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_programs, split_workspace
@@ -45,11 +44,9 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
     def _attend_one(self, layer: int, slot: int, rows: CachedRows, token: NewToken) -> Tensor:
         return attend_rows(token.queries, *rows.append(token), scaling=token.scaling)
 
-    def _launch(self, layer: int, step: NewTokens, scratch: SplitWorkspace, output: Tensor) -> None:
-        heads = self._tables.layer(layer, len(step.queries))
-        if self._c_code is not None:
-            attend_in_c(self._c_code, heads, self._base, step, output)
-            return
+    def _launch(
+        self, layer: int, heads: Tensor, step: NewTokens, scratch: SplitWorkspace, output: Tensor
+    ) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.dense_decode.triton_kernel import dense_decode_batch
         from kvferry.kernels.split_attention import append_rows

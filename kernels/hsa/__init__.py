@@ -15,46 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import num_pages as num_pages
 from kvferry.kernels.dispatch import (
     alignment_problem,
     check_attention,
-    check_new_row,
     check_same_kind,
     check_size,
     path_for,
+    run,
     shape_problem,
     width_problem,
 )
 from kvferry.kernels.hsa import torch_path
-from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.softmax import Scaling
 
 MAX_PAGES = 8192
 """Pages of one head that a kernel can choose from: one program chooses among all of them."""
 
 
-def num_pages(length: int, page_size: int) -> int:
-    """ceil(length / P)."""
-    return -(-length // page_size)
-
-
-def write_page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, page_size: int) -> None:
-    """Extremes of all pages that `keys` covers, written to the front of `page_max` and `page_min`."""
-    num_kv_heads, length, head_dim = keys.shape
-    num_full = length // page_size
-    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
-    torch.amax(pages, dim=2, out=page_max[:, :num_full])
-    torch.amin(pages, dim=2, out=page_min[:, :num_full])
-    if length % page_size:
-        rest = keys[:, num_full * page_size :]
-        page_max[:, num_full] = rest.amax(1)
-        page_min[:, num_full] = rest.amin(1)
-
-
 def update_page_extremes(
     page_max: Tensor, page_min: Tensor, key: Tensor, *, position: int, page_size: int
 ) -> None:
-    """Fold one new row into its page; the first row of a page starts it."""
+    """Fold one new row into its page; the first row of a page starts it.
+
+    Args:
+        page_max, page_min: `[H_kv, ceil(cap / P), D]`, valid for the rows before `position`.
+        key: `[H_kv, D]`.
+    """
     page = position // page_size
     highest, lowest = page_max.select(1, page), page_min.select(1, page)
     if position % page_size == 0:
@@ -78,37 +65,15 @@ def page_extremes(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: i
     """
     check_pages(keys, page_max, page_min, length=length, page_size=page_size)
     path_for("hsa_pages", keys.device)
-    write_page_extremes(keys[:, :length], page_max, page_min, page_size=page_size)
-
-
-def append_row(
-    keys: Tensor,
-    values: Tensor,
-    page_max: Tensor,
-    page_min: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    position: int,
-    page_size: int,
-) -> None:
-    """Write one token's K and V as row `position` and fold the key into its page's extremes, in place.
-
-    Args:
-        keys, values: `[H_kv, cap, D]`.
-        page_max, page_min: `[H_kv, ceil(cap / P), D]`, valid for the rows before `position`.
-        key, value: `[H_kv, D]`.
-        position: the row to write, equal to the rows in use before the call.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or position is out of range.
-    """
-    check_pages(keys, page_max, page_min, length=position + 1, page_size=page_size)
-    check_new_row(keys, values, key, value)
-    path_for("hsa_pages", keys.device)
-    keys[:, position] = key
-    values[:, position] = value
-    update_page_extremes(page_max, page_min, key, position=position, page_size=page_size)
+    num_kv_heads, _, head_dim = keys.shape
+    num_full = length // page_size
+    pages = keys[:, : num_full * page_size].reshape(num_kv_heads, num_full, page_size, head_dim)
+    torch.amax(pages, dim=2, out=page_max[:, :num_full])
+    torch.amin(pages, dim=2, out=page_min[:, :num_full])
+    if length % page_size:
+        rest = keys[:, num_full * page_size : length]
+        page_max[:, num_full] = rest.amax(1)
+        page_min[:, num_full] = rest.amin(1)
 
 
 def attend(
@@ -144,17 +109,7 @@ def attend(
     cache = keys[:, :length], values[:, :length], page_max, page_min
     sizes: dict[str, Any] = {"page_size": page_size, "num_channels": num_channels, "num_tokens": num_tokens}
     in_torch = partial(torch_path.attend, queries, *cache, **sizes, scaling=scaling)
-    if path_for("hsa", queries.device, unsupported) == "torch":
-        return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.hsa import triton_kernel
-
-        attended: Tensor = triton_kernel.attend(queries, *cache, **sizes, scaling=scaling)
-        return attended
-
-    return attempt("hsa", launch, in_torch)
+    return run("hsa", queries.device, "hsa.triton_kernel.attend", in_torch, unsupported)
 
 
 def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int) -> None:

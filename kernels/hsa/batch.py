@@ -24,7 +24,6 @@ from kvferry.kernels.decode_batch import (
     NewToken,
     NewTokens,
     SlotBatch,
-    attend_in_c,
     in_buckets,
     row_fields,
 )
@@ -188,7 +187,7 @@ def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:
 
 
 class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
-    """A `SlotBatch` by `hsa.append_row` and `hsa.attend`."""
+    """A `SlotBatch` by `hsa.update_page_extremes` and `hsa.attend`."""
 
     C_FUNCTION = "kvferry_attend_sparse"
 
@@ -202,7 +201,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
     def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
         """See `SlotBatch.place`."""
         super().place(slot, layers)
-        if self.has_tables and not self._is_native:
+        if self._in_triton:
             self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
 
     def remove(self, slot: int) -> None:
@@ -259,11 +258,9 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
             problem = alignment_problem(page_max=rows.page_max.mT, page_min=rows.page_min.mT)
         return problem
 
-    def _launch(self, layer: int, step: NewTokens, scratch: HsaScratch, output: Tensor) -> None:
-        heads = self._tables.layer(layer, len(step.queries))
-        if self._c_code is not None:
-            attend_in_c(self._c_code, heads, self._base, step, output)
-            return
+    def _launch(
+        self, layer: int, heads: Tensor, step: NewTokens, scratch: HsaScratch, output: Tensor
+    ) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.hsa.triton_kernel import append_and_attend_batch
 

@@ -9,10 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels.dispatch import alignment_problem, attention_problem, check_attention, path_for
+from kvferry.kernels.dispatch import alignment_problem, attention_problem, check_attention, run
 from kvferry.kernels.kivi import torch_path
 from kvferry.kernels.kivi.rows import KiviRows
-from kvferry.kernels.quarantine import attempt
 
 
 def kivi_decode(
@@ -30,16 +29,7 @@ def kivi_decode(
         raise ValueError("there is neither a quantised row nor a new one; there must be one to attend to")
     unsupported = partial(_unsupported, queries, rows, new_keys, new_values)
     in_torch = partial(torch_path.attend, queries, rows, new_keys, new_values, scaling=scaling)
-    if path_for("kivi", queries.device, unsupported) == "torch":
-        return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.kivi import triton_kernel
-
-        return triton_kernel.kivi_decode(queries, rows, new_keys, new_values, scaling=scaling)
-
-    return attempt("kivi", launch, in_torch)
+    return run("kivi", queries.device, "kivi.triton_kernel.kivi_decode", in_torch, unsupported)
 
 
 def _unsupported(queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor) -> str | None:

@@ -21,6 +21,7 @@ from kvferry.kernels.descriptors import ROW_FIELDS, SplitWorkspace, choose_num_p
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.kivi.rows import KiviRows
 from kvferry.kernels.kivi.torch_path import attend
+from kvferry.kernels.softmax import plain
 
 FIELDS = ROW_FIELDS + 7
 LEFT_KEY_OFFSET, LEFT_VALUE_OFFSET, NUM_LEFT, CODE_OFFSET, SCALE_OFFSET, NUM_GROUPS, BITS = range(
@@ -93,8 +94,7 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
         return KiviScratch(widths=self.size(), splits=splits)
 
     def _attend_one(self, layer: int, slot: int, rows: QuantisedRows, token: NewToken) -> Tensor:
-        assert isinstance(token.scaling, float), "plans with another softmax are refused"
-        return attend(token.queries, rows.quantised, *rows.append(token), scaling=token.scaling)
+        return attend(token.queries, rows.quantised, *rows.append(token), scaling=plain(token.scaling))
 
     def _fields(self, rows: QuantisedRows) -> Fields:
         return kivi_fields(self._base, rows)
@@ -111,13 +111,13 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
         there = {name: its for name, its in parts.items() if its.numel()}
         return super()._problem(rows) or alignment_problem(**there)
 
-    def _launch(self, layer: int, step: NewTokens, scratch: KiviScratch, output: Tensor) -> None:
+    def _launch(
+        self, layer: int, heads: Tensor, step: NewTokens, scratch: KiviScratch, output: Tensor
+    ) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.kivi.triton_kernel import Buffers, kivi_decode_batch
         from kvferry.kernels.split_attention import append_rows
 
-        assert isinstance(step.scaling, float), "plans with another softmax are refused"
-        heads = self._tables.layer(layer, len(step.queries))
         append_rows(self._base, heads, step.keys, step.values)
         buffers = Buffers.of_arena(self._base, self._codes)
         for bits in scratch.widths:
@@ -127,7 +127,7 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
                 heads,
                 bits=bits,
                 row_stride=self._shape.head_dim,
-                scaling=step.scaling,
+                scaling=plain(step.scaling),
                 workspace=scratch.splits,
                 output=output,
             )

@@ -155,31 +155,27 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
 
 def key_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`."""
-    num_kv_heads, _, head_dim = rows.keys.shape
-    row_bytes = value_row_bytes(rows.bits, GROUP_TOKENS)
-    for first in range(0, rows.codes.shape[1], TILE_GROUPS):
-        tile = rows.codes[:, first : first + TILE_GROUPS, : head_dim * row_bytes]
-        codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, GROUP_TOKENS)
-        scales, minima = torch.split(
-            rows.scales[:, first : first + TILE_GROUPS, : 2 * head_dim], head_dim, dim=2
-        )
-        shape = (num_kv_heads, tile.shape[1], head_dim, GROUP_TOKENS)
-        yield first * GROUP_TOKENS, codes.view(shape), scales, minima
+    return _tiles(rows, rows.keys.shape[2], GROUP_TOKENS, 0, 0)
 
 
 def value_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """A tile's first token; V codes float32 `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`. Of
     latent rows there are none."""
-    if rows.latent_dim:
-        return
-    num_kv_heads, _, head_dim = rows.keys.shape
-    row_bytes = value_row_bytes(rows.bits, head_dim)
-    before = head_dim * value_row_bytes(rows.bits, GROUP_TOKENS)
-    for first in range(0, rows.codes.shape[1], TILE_GROUPS):
-        tile = rows.codes[:, first : first + TILE_GROUPS, before:]
-        codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, head_dim)
-        scales, minima = torch.split(
-            rows.scales[:, first : first + TILE_GROUPS, 2 * head_dim :], GROUP_TOKENS, dim=2
-        )
-        shape = (num_kv_heads, tile.shape[1], GROUP_TOKENS, head_dim)
+    head_dim = rows.keys.shape[2]
+    key_bytes = head_dim * value_row_bytes(rows.bits, GROUP_TOKENS)
+    return iter(()) if rows.latent_dim else _tiles(rows, GROUP_TOKENS, head_dim, key_bytes, 2 * head_dim)
+
+
+def _tiles(
+    rows: KiviRows, num_rows: int, row_codes: int, first_byte: int, first_scale: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Args: num_rows, row_codes: of a group; first_byte, first_scale: where they begin in it."""
+    row_bytes = value_row_bytes(rows.bits, row_codes)
+    octets = rows.codes[:, :, first_byte : first_byte + num_rows * row_bytes]
+    headers = rows.scales[:, :, first_scale : first_scale + 2 * num_rows]
+    for first in range(0, octets.shape[1], TILE_GROUPS):
+        tile = octets[:, first : first + TILE_GROUPS]
+        codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, row_codes)
+        scales, minima = torch.split(headers[:, first : first + TILE_GROUPS], num_rows, dim=2)
+        shape = (octets.shape[0], tile.shape[1], num_rows, row_codes)
         yield first * GROUP_TOKENS, codes.view(shape), scales, minima

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.quarantine import attempt
+from kvferry.kernels.dispatch import run
 
 NEAR = 64
 """How many increments after the first that does not fit are tried."""
@@ -35,16 +34,9 @@ def take_increments(
     Returns: int64 `[H, U]`.
     """
     in_torch = partial(take_increments_torch, order, gained, step_bits, budgets, num_units)
-    if path_for("knapsack", order.device) == "torch" or not order.numel():
+    if not order.numel():
         return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.knapsack import triton_kernel
-
-        return triton_kernel.take_increments(order, gained, step_bits, budgets, num_units)
-
-    return attempt("knapsack", launch, in_torch)
+    return run("knapsack", order.device, "knapsack.triton_kernel.take_increments", in_torch)
 
 
 def take_increments_torch(

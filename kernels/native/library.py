@@ -18,8 +18,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,9 +34,26 @@ CACHE = Path(".cache") / "kvferry" / "native"
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`decoder.c`'s numbers of weights' dtypes."""
 _TOLERANCE = 1e-5
-_Check = Callable[[ctypes.CDLL], dict[str, float]]
+_Check = Callable[[], dict[str, float]]
 _checks: list[_Check] = []
 _int, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_HEADS = (_pointer, _int, _int, _pointer, _int)
+_PACKED = (_pointer, _int, _pointer, _int)
+_STEP = (_int, _int, _pointer, _pointer, _pointer, _float, _pointer)
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "project": (None, (_pointer, _int, *[_pointer] * 8)),
+    "finish": (None, (_pointer, _int, *[_pointer] * 4)),
+    "logits": (None, (_pointer, _pointer, _int, *[_pointer] * 3)),
+    "attend": (ctypes.c_int, (*_HEADS, *_STEP)),
+    "attend_sparse": (ctypes.c_int, (*_HEADS, *_STEP)),
+    "attend_packed": (ctypes.c_int, (*_HEADS, *_PACKED, *_STEP)),
+    "attend_packed_sparse": (ctypes.c_int, (*_HEADS, *_PACKED, *_STEP)),
+    "chunk_scores": (
+        ctypes.c_int,
+        (*[_pointer] * 3, *[_int] * 5, ctypes.c_int, _int, _int, _float, _pointer),
+    ),
+}
+"""What the library's functions return and take, without their prefix."""
 
 
 class Norm(ctypes.Structure):
@@ -63,6 +82,20 @@ class NativeUnavailable(RuntimeError):
     """There is no native code on this machine, and why."""
 
 
+class _Compared(threading.local):
+    """The library that this thread compares with torch, before any other may have it."""
+
+    library: ctypes.CDLL | None = None
+
+
+_compared = _Compared()
+
+
+def is_compared() -> bool:
+    """Whether this thread compares a library with torch: batches run it, whatever is configured."""
+    return _compared.library is not None
+
+
 @functools.lru_cache(maxsize=1)
 def find_library() -> ctypes.CDLL | NativeUnavailable:
     """The library, or why there is none. Compiled at the first call."""
@@ -74,7 +107,7 @@ def find_library() -> ctypes.CDLL | NativeUnavailable:
 
 def library() -> ctypes.CDLL:
     """The library. Raises: NativeUnavailable."""
-    found = find_library()
+    found = _compared.library or find_library()
     if isinstance(found, NativeUnavailable):
         raise found
     return found
@@ -88,48 +121,34 @@ def is_available() -> bool:
 def load(path: Path) -> ctypes.CDLL:
     """Load a compiled file. Raises: NativeUnavailable: it does not compute what torch does."""
     loaded = ctypes.CDLL(str(path))
-    pointers = [_pointer] * 8
-    loaded.kvferry_project.argtypes = [_pointer, _int, *pointers]
-    loaded.kvferry_project.restype = None
-    loaded.kvferry_finish.argtypes = [_pointer, _int, *pointers[:4]]
-    loaded.kvferry_finish.restype = None
-    loaded.kvferry_logits.argtypes = [_pointer, _pointer, _int, *pointers[:3]]
-    loaded.kvferry_logits.restype = None
-    for attending in (loaded.kvferry_attend, loaded.kvferry_attend_sparse):
-        attending.argtypes = [
-            *(_pointer, _int, _int, _pointer, _int, _int, _int),
-            *pointers[:3],
-            *(_float, _pointer),
-        ]
-        attending.restype = ctypes.c_int
-    loaded.kvferry_chunk_scores.argtypes = [
-        *(_pointer, _pointer, _pointer, _int, _int, _int, _int, _int, ctypes.c_int),
-        *(_int, _int, _float, _pointer),
-    ]
-    loaded.kvferry_chunk_scores.restype = ctypes.c_int
-    for attending in (loaded.kvferry_attend_packed, loaded.kvferry_attend_packed_sparse):
-        attending.argtypes = [
-            *(_pointer, _int, _int, _pointer, _int),
-            *(_pointer, _int, _pointer, _int, _int, _int),
-            *pointers[:3],
-            *(_float, _pointer),
-        ]
-        attending.restype = ctypes.c_int
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, f"kvferry_{name}")
+        function.restype, function.argtypes = result, arguments
     assert _checks, "kvferry.kernels registers one"
-    for name, error in (item for check in _checks for item in check(loaded).items()):
-        if not error <= _TOLERANCE:
-            raise NativeUnavailable(f"{path} computes {name} with an error of {error:.1e} relative to torch")
+    _compared.library = loaded
+    try:
+        for name, error in (item for check in _checks for item in check().items()):
+            if not error <= _TOLERANCE:
+                raise NativeUnavailable(
+                    f"{path} computes {name} with an error of {error:.1e} relative to torch"
+                )
+    finally:
+        _compared.library = None
     return loaded
 
 
-def register_check(errors_of: _Check) -> _Check:
+def register_check(errors: _Check) -> _Check:
     """Have every file that is loaded compared with torch first.
 
-    Args: errors_of: the greatest differences, by what is computed. It imports ops, which ask for this
-        library.
+    Args: errors: relative to torch, by what is computed. It imports ops, which ask for this library.
     """
-    _checks.append(errors_of)
-    return errors_of
+    _checks.append(errors)
+    return errors
+
+
+def has_halves() -> bool:
+    """Whether the library reads float16. Raises: NativeUnavailable."""
+    return bool(library().kvferry_kinds() >> KINDS[torch.float16] & 1)
 
 
 def _compiled() -> Path:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.dispatch import path_for
-from kvferry.kernels.host_read import HostRead
 from kvferry.kernels.packed.key_words import half_tiles
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.quarantine import attempt
@@ -25,11 +24,6 @@ BAD_CHANNELS, BAD_POSITIONS, BAD_SCALES, BAD_HALVES = 1, 2, 4, 8
 _INDEX_FAULT = "{name} of head {head} must be distinct, ascending by width and below {limit}"
 _SCALES_FAULT = "scales of head {head} must be finite and positive, and minima finite"
 _HALVES_FAULT = "what head {head} keeps at 16 bits must be finite"
-
-
-def check_packed_layer(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """As `begin_packed_check`, and waits for the result. Raises: as its result."""
-    begin_packed_check(packed, num_prompt_tokens)()
 
 
 def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[[], None]:
@@ -56,7 +50,7 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
         # a CPU install has no Triton
         from kvferry.kernels.packed import check_kernel
 
-        found = HostRead(check_kernel.begin(packed, num_prompt_tokens))
+        found = _HostRead(check_kernel.begin(packed, num_prompt_tokens))
 
         def refuse() -> None:
             faults, largest = check_kernel.faults(found.wait()).unbind(1)
@@ -85,7 +79,7 @@ def _refuse(packed: PackedLayer, num_prompt_tokens: int, found: Sequence[int]) -
 
 
 def check_in_torch(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """`check_packed_layer` in torch."""
+    """The checks in torch. Raises: ValueError: as the result of `begin_packed_check`."""
     names = ("channels", "positions", "key_scales", "key_minima", "value_scales", "value_minima", "values_16")
     of_heads = zip(*map(operator.attrgetter(*names), packed.heads), strict=True)
     channels, positions, key_scales, key_minima, value_scales, value_minima, halves = of_heads
@@ -140,3 +134,25 @@ def _first_head(bad: Tensor, sizes: Sequence[int]) -> int | None:
         return None
     stops = list(itertools.accumulate(sizes))
     return bisect.bisect_right(stops, int(bad.nonzero()[0]))
+
+
+class _HostRead:
+    """Begins to copy a tensor to the host. On a CPU there is nothing to copy.
+
+    On CUDA the copy follows the current stream's work into pinned memory, and any thread may wait for it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The values, on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.cpu()

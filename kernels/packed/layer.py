@@ -56,41 +56,12 @@ class PackedHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryTables:
-    """All heads' channels, scales and minima, to bring queries into the codes' order; C is the largest count.
-
-    Attributes:
-        channels: int64 `[H_kv, 1, C]`, in packed order.
-        scales: float32 `[H_kv, 1, C]`, 1 for channels at 16 bits, 0 where a head has fewer.
-        minima: float32 `[H_kv, C, 1]`, 0 for channels at 16 bits and where a head has fewer.
-    """
-
-    channels: Tensor
-    scales: Tensor
-    minima: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class PackedLayer:
     """A layer's bytes, uint8 `[layout.size_bytes]`, and its heads' views of them."""
 
     layout: PackedLayout
     buffer: Tensor
     heads: tuple[PackedHead, ...]
-
-    @cached_property
-    def query_tables(self) -> QueryTables:
-        """Made once."""
-        most = max([head.counts.num_channels for head in self.heads])
-        scales, minima = torch.zeros(2, len(self.heads), most, device=self.buffer.device)
-        channels = torch.zeros_like(scales, dtype=torch.int64)
-        for h, head in enumerate(self.heads):
-            coded, count = len(head.key_scales), head.counts.num_channels
-            channels[h, :count] = head.channels
-            scales[h, :coded] = head.key_scales
-            scales[h, coded:count] = 1
-            minima[h, :coded] = head.key_minima
-        return QueryTables(channels=channels[:, None], scales=scales[:, None], minima=minima[:, :, None])
 
     @cached_property
     def plans(self) -> dict[int, Any]:

@@ -200,31 +200,30 @@ def _all_widths(device: torch.device) -> Tensor:
 
 def _pack_keys(head: PackedHead, rows: Tensor) -> None:
     """Args: rows `[c, n]`, channels and tokens in packed order."""
-    counts = head.counts.channels
-    coded = sum(counts[:3])
-    parts = [rows.new_zeros(0, rows.shape[1], dtype=torch.uint8)] * 3
-    if coded:
-        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device), half=True)
-        head.key_scales.copy_(scales)
-        head.key_minima.copy_(minima)
-        parts = list(torch.split(codes, list(counts[:3])))
-    head.key_words.copy_(pack_key_words([*parts, _half(rows[coded:])], rows.shape[1]))
+    parts = _quantised(rows, head.counts.channels, head.key_scales, head.key_minima)
+    head.key_words.copy_(pack_key_words([*parts, _half(rows[sum(map(len, parts)) :])], rows.shape[1]))
 
 
 def _pack_values(head: PackedHead, rows: Tensor) -> None:
     """Args: rows `[n, D]`, tokens in packed order."""
-    counts = head.counts.tokens
+    parts = _quantised(rows, head.counts.tokens, head.value_scales, head.value_minima)
+    for width, target, part in zip(
+        WIDTHS, (head.values_2, head.values_4, head.values_8), parts, strict=False
+    ):
+        if len(part):
+            target.copy_(pack_value_rows(part, width))
+    head.values_16.copy_(_half(rows[sum(map(len, parts)) :]))
+
+
+def _quantised(rows: Tensor, counts: tuple[int, ...], scales: Tensor, minima: Tensor) -> list[Tensor]:
+    """The codes of the rows below 16 bits, by width. Args: counts: rows of each; scales, minima: out."""
     coded = sum(counts[:3])
-    if coded:
-        codes, scales, minima = quantise_rows(rows[:coded], _widths(counts, rows.device), half=True)
-        head.value_scales.copy_(scales)
-        head.value_minima.copy_(minima)
-        parts = torch.split(codes, list(counts[:3]))
-        targets = (head.values_2, head.values_4, head.values_8)
-        for width, target, part in zip(WIDTHS, targets, parts, strict=False):
-            if len(part):
-                target.copy_(pack_value_rows(part, width))
-    head.values_16.copy_(_half(rows[coded:]))
+    if not coded:
+        return [rows.new_zeros(0, rows.shape[1], dtype=torch.uint8)] * 3
+    codes, of_scales, of_minima = quantise_rows(rows[:coded], _widths(counts, rows.device), half=True)
+    scales.copy_(of_scales)
+    minima.copy_(of_minima)
+    return list(torch.split(codes, list(counts[:3])))
 
 
 def _widths(counts: tuple[int, ...], device: torch.device) -> Tensor:

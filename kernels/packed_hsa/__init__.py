@@ -79,9 +79,10 @@ def page_extremes(packed: PackedLayer, pages: PageCodes, *, page_size: int) -> N
         tiles = key_tiles(
             head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=TILE_BLOCKS
         )
-        for start, codes in tiles:
-            keys = _dequantised(head, codes)
-            page = (torch.arange(codes.shape[1], device=codes.device) + start) // page_size
+        coded = sum(head.counts.channels[:3])
+        for start, keys in tiles:
+            keys[:coded] = keys[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
+            page = (torch.arange(keys.shape[1], device=keys.device) + start) // page_size
             index = page.expand(len(channels), -1)
             highest.scatter_reduce_(1, index, keys, "amax")
             lowest.scatter_reduce_(1, index, keys, "amin")
@@ -198,13 +199,6 @@ def _add_values(head: PackedHead, kept: Tensor, probabilities: Tensor, output: T
         add_value_products(scaled[:, start:stop], rows[inside], width, output)
         start, first = stop, first + len(rows)
     return output.addmm_(probabilities[:, start:], head.values_16[kept[start:] - first].float())
-
-
-def _dequantised(head: PackedHead, codes: Tensor) -> Tensor:
-    """Keys of some tokens, float32 `[c, tokens]`; overwrites their codes."""
-    coded = sum(head.counts.channels[:3])
-    codes[:coded] = codes[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
-    return codes
 
 
 def _check_pages(packed: PackedLayer, pages: PageCodes, *, num_new: int, page_size: int) -> None:

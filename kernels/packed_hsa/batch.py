@@ -11,6 +11,7 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import BatchShape, CachedRows, Fields, NewToken, row_fields
 from kvferry.kernels.hsa.batch import EMPTY_HEAD
 from kvferry.kernels.packed_hsa import PageCodes, append_key, attend
+from kvferry.kernels.softmax import plain
 from kvferry.kernels.trizone.batch import PackedRows, TriZoneBatch
 
 
@@ -57,9 +58,10 @@ class PackedHsaBatch(TriZoneBatch):
 
     def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:
         assert isinstance(rows, SparsePackedRows), f"rows are {type(rows).__name__}; they must have pages"
-        assert isinstance(token.scaling, float), "plans with another softmax are refused"
         sizes: dict[str, Any] = {"page_size": rows.page_size}
         keys, values = rows.append(token)
         append_key(rows.packed, rows.pages, token.key, num_new=token.position, **sizes)
         sizes |= {"num_channels": rows.num_channels, "num_tokens": rows.num_tokens}
-        return attend(token.queries, rows.packed, keys, values, rows.pages, scaling=token.scaling, **sizes)
+        return attend(
+            token.queries, rows.packed, keys, values, rows.pages, scaling=plain(token.scaling), **sizes
+        )

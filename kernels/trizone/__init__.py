@@ -11,9 +11,8 @@ from functools import partial
 
 from torch import Tensor
 
-from kvferry.kernels.dispatch import attention_problem, check_attention, path_for
+from kvferry.kernels.dispatch import attention_problem, check_attention, run
 from kvferry.kernels.packed.layer import PackedLayer
-from kvferry.kernels.quarantine import attempt
 from kvferry.kernels.trizone import torch_path
 
 
@@ -37,19 +36,11 @@ def trizone_decode_segments(
     """
     _check(queries, segments, new_keys, new_values)
     unsupported = partial(attention_problem, queries, new_keys, new_values, prefix="new_")
-    arguments = (queries, segments, new_keys, new_values)
-    in_torch = partial(torch_path.trizone_decode_segments, *arguments, scaling=scaling)
-    if path_for("trizone", queries.device, unsupported) == "torch":
-        return in_torch()
-
-    def launch() -> Tensor:
-        # a CPU install has no Triton
-        from kvferry.kernels.trizone import triton_kernel
-
-        attended: Tensor = triton_kernel.trizone_decode_segments(*arguments, scaling=scaling)
-        return attended
-
-    return attempt("trizone", launch, in_torch)
+    in_torch = partial(
+        torch_path.trizone_decode_segments, queries, segments, new_keys, new_values, scaling=scaling
+    )
+    function = "trizone.triton_kernel.trizone_decode_segments"
+    return run("trizone", queries.device, function, in_torch, unsupported)
 
 
 def _check(queries: Tensor, segments: Sequence[PackedLayer], new_keys: Tensor, new_values: Tensor) -> None:

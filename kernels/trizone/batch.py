@@ -16,14 +16,14 @@ from kvferry.kernels.decode_batch import (
     NewToken,
     NewTokens,
     SlotBatch,
-    attend_in_c,
     in_buckets,
 )
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
 from kvferry.kernels.dispatch import alignment_problem
-from kvferry.kernels.native import library as native
+from kvferry.kernels.native.library import has_halves
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
+from kvferry.kernels.softmax import plain
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
@@ -90,12 +90,11 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             size = (shape.num_layers, shape.num_heads, num_fields)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
             self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
+            self._packed_tokens = self._entries, codes
 
     @classmethod
     def _fits_native(cls, shape: BatchShape) -> bool:
-        if not super()._fits_native(shape) or shape.head_dim % NATIVE_CHANNELS:
-            return False
-        return bool(native.library().kvferry_kinds() >> native.KINDS[torch.float16] & 1)
+        return super()._fits_native(shape) and shape.head_dim % NATIVE_CHANNELS == 0 and has_halves()
 
     def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
         """See `SlotBatch.place`."""
@@ -103,7 +102,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         if self._is_native and layers:
             entries = packed_entries([rows.packed for rows in layers.values()], self._codes)
             self._of_slot(self._entries, slot)[list(layers)] = entries
-        elif self.has_tables and not self._is_native:
+        elif self._in_triton:
             self._place_work(slot, layers)
 
     def remove(self, slot: int) -> None:
@@ -111,7 +110,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         super().remove(slot)
         if self.has_tables:
             self._of_slot(self._entries, slot).zero_()
-        if self.has_tables and not self._is_native:
+        if self._in_triton:
             self._of_slot(self._items, slot).copy_(_IDLE.expand(self._num_items, -1), non_blocking=True)
 
     def size(self) -> int:
@@ -195,17 +194,12 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         return super()._problem(rows) or (alignment_problem(packed=buffer) if buffer.numel() else None)
 
     def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:
-        assert isinstance(token.scaling, float), "plans with another softmax are refused"
-        keys, values = rows.append(token)
-        return trizone_decode_segments(token.queries, (rows.packed,), keys, values, scaling=token.scaling)
+        scaling = plain(token.scaling)
+        return trizone_decode_segments(token.queries, (rows.packed,), *rows.append(token), scaling=scaling)
 
-    def _launch(self, layer: int, step: NewTokens, scratch: PackedScratch, output: Tensor) -> None:
-        assert isinstance(step.scaling, float), "plans with another softmax are refused"
-        heads = self._tables.layer(layer, len(step.queries))
-        if self._c_code is not None:
-            entries = self._entries[layer, : len(heads)]
-            attend_in_c(self._c_code, heads, self._base, step, output, entries, self._codes)
-            return
+    def _launch(
+        self, layer: int, heads: Tensor, step: NewTokens, scratch: PackedScratch, output: Tensor
+    ) -> None:
         # a CPU install has no Triton
         from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
@@ -220,7 +214,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             self._codes,
             scratch.works[layer],
             row_stride=self._shape.head_dim,
-            scaling=step.scaling,
+            scaling=plain(step.scaling),
             scratch=scratch.launches,
             output=output,
         )

@@ -123,8 +123,8 @@ class DecodePlan:
         self, segment: PackedLayer, starts: Sequence[int]
     ) -> tuple[Callable[[Tensor], object], list[Operation]]:
         """Zone A's logits: an operation that brings queries into packed order, and those that follow it."""
-        tables, device = segment.query_tables, segment.buffer.device
-        num_kv_heads, _, most = tables.channels.shape
+        (channels, scales, minima), device = _query_tables(segment), segment.buffer.device
+        num_kv_heads, _, most = channels.shape
         queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
         bias = scratch("bias", (num_kv_heads, self._group_size, 1), device)
         tiles = Tiles(device)
@@ -139,10 +139,10 @@ class DecodePlan:
                 bias=bias[h],
                 products=self._logits[h, :, start : start + padded_tokens(counts.num_tokens)],
             )
-        channels = tables.channels.expand(-1, self._group_size, -1)
-        return partial(torch.gather, dim=2, index=channels, out=queries), [
-            partial(torch.bmm, queries, tables.minima * self._scaling, out=bias),
-            partial(queries.mul_, tables.scales * self._scaling),
+        index = channels.expand(-1, self._group_size, -1)
+        return partial(torch.gather, dim=2, index=index, out=queries), [
+            partial(torch.bmm, queries, minima * self._scaling, out=bias),
+            partial(queries.mul_, scales * self._scaling),
             tiles.run,
         ]
 
@@ -163,6 +163,22 @@ class DecodePlan:
             weights = self._weights[h, :, begin : begin + head.counts.num_tokens]
             rows = ((2, head.values_2), (4, head.values_4), (8, head.values_8), (16, head.values_16))
             plan_value_products(self._values, weights, rows, self._attended[h])
+
+
+def _query_tables(segment: PackedLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """What brings queries into the codes' order, C channels of a head at most: channels int64 `[H_kv, 1, C]`,
+    scales float32 `[H_kv, 1, C]`, 1 for channels at 16 bits and 0 where a head has fewer, and minima float32
+    `[H_kv, C, 1]`, 0 for both."""
+    most = max(head.counts.num_channels for head in segment.heads)
+    scales, minima = torch.zeros(2, len(segment.heads), most, device=segment.buffer.device)
+    channels = torch.zeros_like(scales, dtype=torch.int64)
+    for h, head in enumerate(segment.heads):
+        coded, count = len(head.key_scales), head.counts.num_channels
+        channels[h, :count] = head.channels
+        scales[h, :coded] = head.key_scales
+        scales[h, coded:count] = 1
+        minima[h, :coded] = head.key_minima
+    return channels[:, None], scales[:, None], minima[:, :, None]
 
 
 def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +25,25 @@ from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.formats.state import State, StateLayer, stacked, unstack
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
-_KINDS: tuple[type[CachedRows], ...] = (
-    CachedRows, WindowRows, SparseRows, PackedRows, SparsePackedRows, QuantisedRows,
-)  # fmt: skip
+
+class Kernel(NamedTuple):
+    """A batched kernel. Attributes: reads_codes: bytes of the arena, too, beside rows."""
+
+    make: Callable[..., SlotBatch[Any, Any]]
+    op: str
+    reads_codes: bool = False
+
+
+KERNELS: Mapping[type[CachedRows], Kernel] = {
+    CachedRows: Kernel(DenseBatch, "dense_decode"),
+    WindowRows: Kernel(WindowBatch, "dense_decode"),
+    SparseRows: Kernel(HsaBatch, "hsa"),
+    PackedRows: Kernel(TriZoneBatch, "trizone", reads_codes=True),
+    SparsePackedRows: Kernel(PackedHsaBatch, "packed_hsa", reads_codes=True),
+    QuantisedRows: Kernel(KiviBatch, "kivi", reads_codes=True),
+}
 _Kind = tuple[Heads, type[CachedRows]]
 """What one batched kernel runs: layers with equal heads and rows of one kind."""
-_PLAIN: Mapping[type[CachedRows], Callable[[BatchShape, Tensor], SlotBatch[Any, Any]]] = {
-    CachedRows: DenseBatch,
-    WindowRows: WindowBatch,
-    SparseRows: HsaBatch,
-}
-_CODED: Mapping[type[CachedRows], Callable[[BatchShape, Tensor, Tensor], SlotBatch[Any, Any]]] = {
-    PackedRows: TriZoneBatch,
-    SparsePackedRows: PackedHsaBatch,
-    QuantisedRows: KiviBatch,
-}
-"""Kinds whose batches read bytes of the arena beside rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class SlotAttention:
 
     def __init__(self, spec: ModelSpec, num_slots: int, arena: Tensor) -> None:
         self._heads = [spec.heads(layer) for layer in range(spec.num_layers)]
-        self._kinds: list[_Kind] = list(itertools.product(dict.fromkeys(self._heads), _KINDS))
+        self._kinds: list[_Kind] = list(itertools.product(dict.fromkeys(self._heads), KERNELS))
         self._num_slots = num_slots
         self._base = _whole(arena, TORCH_DTYPES[spec.dtype])
         self._codes = _whole(arena, torch.uint8)
@@ -179,10 +182,9 @@ class SlotAttention:
                 dtype=self._base.dtype,
                 device=self._base.device,
             )
-            if rows in _CODED:
-                self._batches[kind] = _CODED[rows](shape, self._base, self._codes)
-            else:
-                self._batches[kind] = _PLAIN[rows](shape, self._base)
+            kernel = KERNELS[rows]
+            memory = (self._base, self._codes) if kernel.reads_codes else (self._base,)
+            self._batches[kind] = kernel.make(shape, *memory)
         return self._batches[kind]
 
 

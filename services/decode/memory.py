@@ -6,6 +6,7 @@ Place in the request's path: its first stage in this worker, and between the ste
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import threading
 import time
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.services.decode.parts import Parts
-from kvferry.services.decode.sequence import Sequence, written_so_far
+from kvferry.services.decode.sequence import Sequence
+from kvferry.services.decode.step import written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     AllocationState,
@@ -43,15 +45,14 @@ class _Waiter:
     loop: asyncio.AbstractEventLoop
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     allocation: Allocation | None = None
-    is_refused: bool = False
+    refusal: KvferryError | None = None
 
     def wake(self) -> bool:
         """Let it see that it was granted or refused; False if its loop is closed. Any thread may call it."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.decided.set)
-        except RuntimeError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Scheduler:
@@ -148,27 +149,22 @@ class Scheduler:
                 longest = max(self._queues.values(), key=len)
                 gives_way = longest[-1] if len(longest) > len(self._queues[key_owner]) else waiter
                 self._remove(gives_way)
-                if gives_way is waiter:
-                    raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
-                gives_way.is_refused = True
+                gives_way.refusal = self._no_memory(gives_way.sizes_bytes[-1], waited_s=0.0, queue_full=True)
                 gives_way.wake()
         try:
-            if waiter.allocation is None:
+            if waiter.allocation is None and waiter.refusal is None:
                 async with asyncio.timeout(wait_s):
                     await waiter.decided.wait()
         except TimeoutError:
-            if not self._leave(waiter):
+            if not self._leave(waiter) and waiter.refusal is None:
                 with self._lock:
                     raise self._no_memory(sizes_bytes[-1], waited_s=wait_s) from None
         except asyncio.CancelledError:
             if self._leave(waiter) and waiter.allocation is not None:
                 self.release(waiter.allocation)
             raise
-        if waiter.is_refused:
-            if self._refusal is not None:
-                raise self._refusal()
-            with self._lock:
-                raise self._no_memory(sizes_bytes[-1], waited_s=0.0, queue_full=True)
+        if waiter.refusal is not None:
+            raise waiter.refusal
         assert waiter.allocation is not None
         return waiter.allocation
 
@@ -185,7 +181,7 @@ class Scheduler:
             self._refusal = refusal
             for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
                 self._remove(waiter)
-                waiter.is_refused = True
+                waiter.refusal = refusal()
                 waiter.wake()
 
     def take(self, size_bytes: int, *, owner: str) -> Allocation | None:
@@ -248,7 +244,7 @@ class Scheduler:
         with self._lock:
             if waiter.allocation is not None:
                 return True
-            if waiter.is_refused:
+            if waiter.refusal is not None:
                 return False
             self._remove(waiter)
             self._grant()
@@ -291,6 +287,8 @@ class SequenceMemory:
     while no step is in flight: moving a sequence changes the addresses that a step was placed with.
 
     Args: on_swapped_out: called once for each sequence that has to wait on the host.
+
+    Attributes: lengths: of the last answers, in tokens.
     """
 
     def __init__(
@@ -305,13 +303,13 @@ class SequenceMemory:
         self._arena = arena
         self._scheduler = scheduler
         self._on_swapped_out = on_swapped_out
-        self._lengths: deque[int] = deque(maxlen=_OBSERVED_ANSWERS)
+        self.lengths: deque[int] = deque(maxlen=_OBSERVED_ANSWERS)
         self._pause = contextlib.ExitStack()
         self._is_paused = False
 
     def first_room(self, max_new_tokens: int) -> int:
         """Tokens to reserve room for: the mean of the last answers, within GROWTH_TOKENS and the limit."""
-        lengths = tuple(self._lengths)
+        lengths = tuple(self.lengths)
         expected = sum(lengths) // len(lengths) if lengths else 0
         return min(max_new_tokens, max(expected, GROWTH_TOKENS))
 
@@ -328,17 +326,11 @@ class SequenceMemory:
             size_bytes = measured_limit_bytes(whole) if is_measured(resolved) else whole.size_bytes
             return self._arena.needed_bytes(size_bytes) <= self._arena.size_bytes
 
-        low, high = 1, resolved.max_new_tokens
-        if fits(high) or not fits(low):
+        longest = resolved.max_new_tokens
+        if fits(longest) or not fits(1):
             return resolved
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return replace(resolved, max_new_tokens=low)
-
-    def observe(self, num_tokens: int) -> None:
-        """Count an answer's length."""
-        self._lengths.append(num_tokens)
+        too_long = bisect.bisect_left(range(longest), True, 2, key=lambda its: not fits(its))
+        return replace(resolved, max_new_tokens=too_long - 1)
 
     def make_room(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Bring a sequence to the arena, with room for its next row, at the cost of younger ones.
@@ -363,10 +355,10 @@ class SequenceMemory:
             self._is_paused = False
             self._pause.close()
 
-    def wants_compaction(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether the first waiting request has enough free bytes but no range, and moving may help."""
+    def wants_compaction(self, sequences: Callable[[], Iterable[Sequence]]) -> bool:
+        """Whether the first waiting request has enough free bytes but no range, and moving these may help."""
         return 0 < self._scheduler.wanted_bytes <= self._arena.free_bytes and any(
-            self._arena.can_be_lower(sequence.allocation) for sequence in sequences
+            self._arena.can_be_lower(sequence.allocation) for sequence in sequences()
         )
 
     def compact_for_queue(self, sequences: Iterable[Sequence]) -> None:
@@ -380,7 +372,7 @@ class SequenceMemory:
 
         Returns: False if there is not enough memory; the sequence may then be on the host.
         """
-        layout, room = sequence.layout, sequence.room
+        layout, room = sequence.part.layout, sequence.room
         if sequence.lacks_room(1):
             room = min(room + max(GROWTH_TOKENS, room // 2), sequence.resolved.max_new_tokens)
             layout = self.layout(sequence.plan, room, returns_generated=sequence.request.store_history)
@@ -414,9 +406,9 @@ class SequenceMemory:
                 return
             if self._arena.can_be_lower(sequence.allocation):
                 self._move_to_host(sequence)
-                allocation = self._take(sequence, sequence.layout)
+                allocation = self._take(sequence, sequence.part.layout)
                 assert allocation is not None, "the range that the sequence has just released is free"
-                self._move(sequence, sequence.layout, sequence.room, allocation)
+                self._move(sequence, sequence.part.layout, sequence.room, allocation)
 
     def _take(self, sequence: Sequence, layout: SequenceLayout) -> Allocation | None:
         return self._scheduler.take(layout.size_bytes, owner=sequence.request.request_id)
@@ -424,7 +416,7 @@ class SequenceMemory:
     def _move_to_host(self, sequence: Sequence) -> None:
         """Idempotent."""
         if sequence.is_in_arena:
-            self._move(sequence, sequence.layout, sequence.room, None)
+            self._move(sequence, sequence.part.layout, sequence.room, None)
 
     def _move(
         self, sequence: Sequence, layout: SequenceLayout, room: int, allocation: Allocation | None

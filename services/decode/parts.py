@@ -1,9 +1,12 @@
-"""The ranks of a decode worker, as everything else in it sees them: one or several, each with a `Part`.
+"""The ranks of a decode worker, as everything else in it sees them: one or several, each with a `Part`, the
+KV of its heads in memory of its own.
 
     memory, retained KV, prompts, history ── what each part is to do ──► rank 0: here
                                                  in one order for all └─► the others: `rank.py`
 
-Everything that is decided is decided here, by the leading rank, of a sequence of all heads.
+Everything that is decided is decided by the leading rank, of a sequence of all heads. Every rank, rank 0,
+too, has a part, which allocates and decides nothing: all do the same in the same order, so that a range is
+never written for two sequences.
 """
 
 from __future__ import annotations
@@ -11,46 +14,173 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kvferry.services.decode.part import Part
-from kvferry.services.decode.receiver import PartArrived, PartReceiver, measured_plan
-from kvferry.services.decode.sequence import Reservations, Sequence, SequenceState, written_so_far
-from kvferry.shared.cache.arena import ByteArena, SequenceLayout
+from kvferry.kernels.decode_batch import Region
+from kvferry.services.decode.receiver import Expected, PartArrived, PartReceiver, SequencePart
+from kvferry.shared.cache.arena import Allocation, SequenceLayout, align
+from kvferry.shared.cache.delta import PinnedRows, Positions, RetainedChain, RetainedRows, RowNumbers
 from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.formats.interface import LayerCache, Tensors
 from kvferry.shared.compression.presets import preset
-from kvferry.shared.control.messages import GenerateRequest, TransferAccepted
+from kvferry.shared.control.messages import GenerateRequest
 from kvferry.shared.errors import (
-    ConfigurationError,
     InvalidRequest,
     KvferryError,
-    LeaseExpired,
     ProtocolMismatch,
     TransferFailed,
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.worker import RankTransport
 from kvferry.shared.sampling.params import SampledToken
-from kvferry.shared.telemetry.metrics import DecodeMetrics
-from kvferry.shared.telemetry.tracing import begin, context_of
-from kvferry.shared.wire.messages import Manifest, TransferKey
+from kvferry.shared.wire.messages import TransferKey
 
 DECODE_RANK = "kvferry.services.decode.rank:DecodeRank"
 """The class of the other ranks, for `load_parallel_model`."""
 _START_TIMEOUT_S = 120.0
 _RETURN_TIMEOUT_S = 180.0
 """A step may run first, whose exchanges have their own limit."""
-_ARRIVING = (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
+
+
+@dataclass(eq=False, kw_only=True)
+class RetainedPart:
+    """One rank's rows of a sequence that has ended.
+
+    Attributes:
+        retained: of the rank's heads.
+        rows: each layer's tensors of rows, `[H_kv, cap, D]` in the rank's memory.
+    """
+
+    retained: RetainedRows
+    rows: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all rows of the prompt."""
+        token_bytes = sum(tensor[:, :1].nbytes for tensors in self.rows for tensor in tensors)
+        return token_bytes * self.retained.num_prompt_tokens
+
+
+class Part:
+    """Sequences, retained rows and shared prompts, each named by the id of the transfer that brought it.
+
+    Args:
+        memory: uint8, as large in all ranks; everything is at the same offsets.
+        receiver: takes the blocks of the rank's heads.
+    """
+
+    def __init__(self, memory: Tensor, receiver: PartReceiver) -> None:
+        self._memory = memory
+        self.receiver = receiver
+        self._heads = receiver.first_head, receiver.spec.num_kv_heads
+        self._sequences: dict[int, SequencePart] = {}
+        self._retained: dict[int, RetainedPart] = {}
+        self._prompts: dict[int, tuple[LayerCache, ...]] = {}
+
+    def arrived(self, name: int) -> SequencePart:
+        """A sequence whose blocks are all there."""
+        part = self._sequences[name]
+        assert part.caches, f"the blocks of transfer {name:#x} are not here"
+        return part
+
+    def begin(
+        self, key: TransferKey, allocation: Allocation, layout: SequenceLayout, expected: Expected | None
+    ) -> SequencePart:
+        """Begin a sequence, whose blocks may come from now on; None: it gets a copy of a shared prompt."""
+        part = SequencePart(key=key, layout=layout, buffer=self._range(allocation), expected=expected)
+        self._sequences[key.transfer_id] = part
+        if expected is None:
+            return part
+        if expected.retained:
+            found = [(self._retained[name], num_tokens) for name, num_tokens in expected.retained]
+            chain = [replace(one.retained, num_tokens=num_tokens) for one, num_tokens in found]
+            part.pinned = PinnedRows(
+                chain=RetainedChain(selections=tuple(chain)), layers=tuple(one.rows for one, _ in found)
+            )
+        self.receiver.expect(part)
+        return part
+
+    def move(self, name: int, allocation: Allocation | None, layout: SequenceLayout) -> None:
+        """Copy a sequence to other memory; None: to the host."""
+        part = self.arrived(name)
+        if allocation is None:
+            buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        else:
+            buffer = self._range(allocation)
+        for cache, layer in zip(part.caches, layout.layers, strict=True):
+            cache.move(layer.format, layer.views(buffer))
+        part.layout, part.buffer = layout, buffer
+
+    def share(self, name: int) -> None:
+        """Copy a sequence's prompt to the host for its siblings, under its name."""
+        part = self.arrived(name)
+        buffer = torch.empty(part.layout.size_bytes, dtype=torch.uint8)
+        self._prompts[name] = _copied(part.caches, part.layout, buffer)
+
+    def copy(self, prompt: int, name: int) -> None:
+        """Copy a shared prompt to the memory of a sequence that has begun."""
+        part = self._sequences[name]
+        part.caches = _copied(self._prompts[prompt], part.layout, part.buffer)
+
+    def retain(self, name: int, rows: RetainedRows) -> RetainedPart:
+        """Keep the rows of a sequence that has ended, under its name. Args: rows: of all heads."""
+        part = self.arrived(name)
+        tensors = [
+            tuple(map(cache.regions.__getitem__, cache.format.shape.row_names)) for cache in part.caches
+        ]
+        retained = RetainedPart(retained=rows.of_heads(*self._heads), rows=tuple(tensors))
+        self._retained[name] = retained
+        self.drop_sequence(name)
+        return retained
+
+    def shrink(
+        self, name: int, allocation: Allocation, rows: RetainedRows, numbers: list[RowNumbers]
+    ) -> None:
+        """Copy some of the retained rows to other memory.
+
+        Args: rows: what is left; numbers: of the rows that are copied, of each layer; both of all heads.
+        """
+        part, (first, number) = self._retained[name], self._heads
+        own_numbers = [its[first : first + number] for its in numbers]
+        regions, _ = retained_layout(part.rows, own_numbers)
+        buffer = self._range(allocation)
+        copied: list[tuple[Tensor, ...]] = []
+        for tensors, places, chosen in zip(part.rows, regions, own_numbers, strict=True):
+            index = torch.from_numpy(chosen)[:, :, None].to(tensors[0].device)
+            targets = tuple([place.view(buffer) for place in places])
+            for source, target in zip(tensors, targets, strict=True):
+                target.copy_(source.gather(1, index.expand(-1, -1, source.shape[-1])))
+            copied.append(targets)
+        part.retained, part.rows = rows.of_heads(first, number), tuple(copied)
+
+    def returned(self, name: int, num_appended: int) -> list[Tensors]:
+        """What `LayerCache.returned` gives of each layer, on the host."""
+        return [cache.returned(num_appended) for cache in self.arrived(name).caches]
+
+    def drop_sequence(self, name: int) -> None:
+        """Forget a sequence, and write no more of its blocks. Idempotent, as the other two."""
+        if (part := self._sequences.pop(name, None)) is not None:
+            self.receiver.forget(part)
+            part.caches = ()
+
+    def drop_retained(self, name: int) -> None:
+        self._retained.pop(name, None)
+
+    def drop_prompt(self, name: int) -> None:
+        self._prompts.pop(name, None)
+
+    def _range(self, allocation: Allocation) -> Tensor:
+        return self._memory[allocation.offset : allocation.offset + allocation.size_bytes]
 
 
 class Parts:
@@ -73,7 +203,7 @@ class Parts:
         self.spec = model.part_spec if isinstance(model, ParallelModel) else model.spec
         self.endpoints: tuple[str, ...] = ()
         self.returning = threading.Lock()
-        self._listener: Arrivals
+        self._listener: Any
         self._dropped: deque[int] = deque()
         receiver = PartReceiver(
             self.spec,
@@ -85,8 +215,8 @@ class Parts:
         self.own = Part(memory, receiver)
         self._memory_bytes = len(memory)
 
-    def listen(self, listener: Arrivals) -> None:
-        """Tell this listener how the parts arrive."""
+    def listen(self, listener: Any) -> None:
+        """Tell this listener how the parts arrive. Args: listener: a `Reservations`."""
         self._listener = listener
 
     def start(self, transport: RankTransport | None, max_batch_size: int) -> None:
@@ -105,11 +235,7 @@ class Parts:
         self._lead.on_note = on_note
         self._lead.on_question = lambda rank, key: self._listener.awaits(key)
         start = self._lead.ask("start", self._memory_bytes, max_batch_size, transport)
-        answers = start(timeout_s=_START_TIMEOUT_S)
-        for rank, answer in enumerate(answers, 1):
-            if isinstance(answer, KvferryError):
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
-        self.endpoints = tuple(answers)
+        self.endpoints = tuple(start(timeout_s=_START_TIMEOUT_S))
 
     def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of these methods that can be divided among so many ranks."""
@@ -128,8 +254,6 @@ class Parts:
                     reason="ranks",
                 )
 
-    # ---- calls -------------------------------------------------------------------------------------------
-
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of every rank's part. Returns: what rank 0's has returned.
 
@@ -137,15 +261,6 @@ class Parts:
         """
         self.tell_others(name, *args)
         return getattr(self.own, name)(*args)
-
-    def call_by_heads(self, name: str, args: Callable[[int, int], tuple[Any, ...]]) -> None:
-        """As `call`. Args: args: a rank's arguments, given its first head and the number of its heads."""
-        number = self.spec.num_kv_heads
-        own, *others = [args(rank * number, number) for rank in range(self.num_ranks)]
-        if self._lead is not None:
-            self._flush()
-            self._lead.commands([Call(name=name, args=its) for its in others])
-        getattr(self.own, name)(*own)
 
     def tell_others(self, name: str, *args: Any) -> None:
         """Call a method in the other ranks; also those of `DecodeRank` that place sequences in slots."""
@@ -171,147 +286,12 @@ class Parts:
 
         return joined
 
-    def drop(self, *, sequence: int | None = None, retained: int | None = None) -> None:
-        """Forget a sequence that has ended, or rows that are not retained any more."""
-        sequences = () if sequence is None else (sequence,)
-        rows = () if retained is None else (retained,)
-        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
-            self.tell_others("drop", sequences, rows)
-        self.own.drop(sequences, rows)
-
-    def drop_prompt(self, prompt: int) -> None:
-        """Forget a shared prompt: here at once, elsewhere before the next call, because this may be called
-        anywhere."""
-        self.own.drop((), (), (prompt,))
-        if self._lead is not None:
-            self._dropped.append(prompt)
-
-    def _flush(self) -> None:
-        assert self._lead is not None, "there are other ranks"
-        while self._dropped:
-            self._lead.call("drop", (), (), (self._dropped.popleft(),))
-
-
-class Arrivals:
-    """What becomes of the parts of transfers: a sequence begins once every rank has its part, and ends with
-    the first that fails. Its methods note how a rank's part fares; those of one rank come in order, and any
-    thread may bring them.
-
-    An error in a transfer closes its sequence at once, so the request fails without waiting for the lease.
-
-    Args:
-        spec: of all heads.
-        share: is given the sequences whose prompt siblings share.
-        submit: passes a complete sequence and its first token to the engine.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        parts: Parts,
-        arena: ByteArena,
-        reservations: Reservations,
-        metrics: DecodeMetrics,
-        *,
-        share: Callable[[Sequence], None],
-        clock: Callable[[], float],
-        submit: Callable[[Sequence, SampledToken], None],
-    ) -> None:
-        self._spec = spec
-        self._num_ranks = parts.num_ranks
-        self._arena = arena
-        self._reservations = reservations
-        self._metrics = metrics
-        self._share = share
-        self._clock = clock
-        self._submit = submit
-
-    def awaits(self, key: TransferKey) -> bool:
-        """Whether a reservation with this key waits for blocks."""
-        with suppress(LeaseExpired):
-            return self._reservations.find(key).state in _ARRIVING
-        return False
-
-    def began(self, rank: int, key: TransferKey, manifest: Manifest) -> None:
-        """A rank has accepted the transfer of its part. Args: manifest: of the part."""
-        with suppress(LeaseExpired):
-            sequence = self._reservations.find(key)
-            with sequence.lock:
-                if sequence.state not in _ARRIVING:
-                    return
-                sequence.num_without_retained += not manifest.retained_transfer_id
-                if sequence.num_without_retained == self._num_ranks:
-                    sequence.release_retained()
-                if rank == 0:
-                    sequence.manifest = manifest
-                    sequence.plan = measured_plan(manifest, sequence.resolved)
-                    sequence.began_s = self._clock()
-                    sequence.span = begin("receive", context_of({"traceparent": manifest.traceparent}))
-                if sequence.state is SequenceState.RESERVED:
-                    self._arena.advance(sequence.allocation, "in_transfer")
-                    sequence.state = SequenceState.IN_TRANSFER
-
-    def arrived(
-        self, rank: int, key: TransferKey, part: PartArrived, first_token: SampledToken | None
-    ) -> None:
-        """A rank has all blocks of its heads. Args: first_token: comes with rank 0's.
-
-        Raises: LeaseExpired: the sequence has ended; KvferryError: why it ends now.
-        """
-        sequence = self._reservations.find(key)
-        with sequence.lock:
-            if sequence.state not in _ARRIVING:
-                message = f"the reservation of transfer {key.transfer_id:#x} has ended"
-                raise LeaseExpired(message, reason="reservation_ended")
-            try:
-                if rank == 0:
-                    sequence.first_token = checked_first_token(first_token, sequence.request, self._spec)
-                    sequence.written = written_so_far(self._arena.device)
-                    sequence.own_bytes = part.prompt_bytes
-                sequence.arrived[rank] = part
-                if len(sequence.arrived) < self._num_ranks:
-                    return
-                self._put_together(sequence)
-            except KvferryError as error:
-                self._metrics.receive_failed.labels(error.reason).inc()
-                sequence.close(error)
-                raise
-            sequence.release_retained()
-            if sequence.request.num_siblings:
-                self._share(sequence)
-            self._arena.advance(sequence.allocation, "running")
-            sequence.committed_s = self._clock()
-            sequence.state = SequenceState.READY
-        assert sequence.first_token is not None, "rank 0's part is here"
-        sequence.events.put(TransferAccepted(transfer_s=sequence.committed_s - sequence.began_s))
-        sequence.enter_stage("first step")
-        self._submit(sequence, sequence.first_token)
-
-    def failed(self, rank: int, key: TransferKey, error: KvferryError) -> None:
-        """The transfer of a rank's part has failed, and with it the request."""
-        self._metrics.receive_failed.labels(error.reason).inc()
-        with suppress(LeaseExpired):
-            sequence = self._reservations.find(key)
-            with sequence.lock:
-                if sequence.state in _ARRIVING:
-                    if self._num_ranks > 1:
-                        error = type(error)(f"rank {rank}: {error.message}", reason=error.reason)
-                    sequence.close(error)
-
-    def refused(self, rank: int, reason: str) -> None:
-        """A rank has refused a transfer that harms no reservation."""
-        self._metrics.receive_failed.labels(reason).inc()
-
-    def late_block(self, rank: int) -> None:
-        """A block without a current reservation has arrived."""
-        self._metrics.late_blocks.inc()
-
-    def _put_together(self, sequence: Sequence) -> None:
-        """What is known of a sequence of all heads.
+    def positions(self, arrived: Mapping[int, PartArrived]) -> tuple[Positions | None, ...]:
+        """Put together the positions of all heads' rows. Args: arrived: by rank.
 
         Raises: ProtocolMismatch: prefill measured other rows for some heads than for others.
         """
-        own, *others = [sequence.arrived[rank] for rank in range(self._num_ranks)]
+        own, *others = [arrived[rank] for rank in range(self.num_ranks)]
         for rank, part in enumerate(others, 1):
             if part.layer_rows != own.layer_rows:
                 raise ProtocolMismatch(
@@ -319,11 +299,53 @@ class Arrivals:
                     f"{own.layer_rows}",
                     reason="manifest_layer_rows",
                 )
-        sequence.prompt_bytes = own.prompt_bytes + sum([part.prompt_bytes for part in others])
         of_ranks = zip(own.positions, *[part.positions for part in others], strict=True)
-        sequence.positions = tuple(
-            [None if layer[0] is None else np.concatenate(layer) for layer in of_ranks]
-        )
+        return tuple([None if layer[0] is None else np.concatenate(layer) for layer in of_ranks])
+
+    def drop_sequence(self, name: int) -> None:
+        """Forget a sequence that has ended."""
+        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
+            self.tell_others("drop_sequence", name)
+        self.own.drop_sequence(name)
+
+    def drop_retained(self, name: int) -> None:
+        """Forget rows that are not retained any more."""
+        with suppress(WorkerUnavailable):
+            self.tell_others("drop_retained", name)
+        self.own.drop_retained(name)
+
+    def drop_prompt(self, name: int) -> None:
+        """Forget a shared prompt: here at once, elsewhere before the next call, because this may be called
+        anywhere."""
+        self.own.drop_prompt(name)
+        if self._lead is not None:
+            self._dropped.append(name)
+
+    def _flush(self) -> None:
+        assert self._lead is not None, "there are other ranks"
+        while self._dropped:
+            self._lead.call("drop_prompt", self._dropped.popleft())
+
+
+def _copied(caches: tuple[LayerCache, ...], layout: SequenceLayout, buffer: Tensor) -> tuple[LayerCache, ...]:
+    layers = zip(caches, layout.layers, strict=True)
+    return tuple([cache.copied(layer.format, layer.views(buffer)) for cache, layer in layers])
+
+
+def retained_layout(
+    rows: tuple[tuple[Tensor, ...], ...], numbers: list[RowNumbers]
+) -> tuple[list[list[Region]], int]:
+    """Regions for these rows of each layer, and the bytes of all."""
+    layers, offset = [], 0
+    for tensors, its in zip(rows, numbers, strict=True):
+        regions = []
+        for tensor in tensors:
+            shape = (*its.shape, tensor.shape[-1])
+            region = Region(offset=offset, shape=shape, dtype=tensor.dtype)
+            offset += align(region.size_bytes)
+            regions.append(region)
+        layers.append(regions)
+    return layers, offset
 
 
 def checked_first_token(

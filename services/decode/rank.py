@@ -1,13 +1,12 @@
 """A following rank of a decode worker: the KV of its heads, and attention to it.
 
-Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`parts.py`)
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`Parts`)
 says what its `Part` does, and which slot a sequence has in a step.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from collections.abc import Hashable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
-from kvferry.services.decode.part import Part
+from kvferry.services.decode.parts import Part
 from kvferry.services.decode.receiver import PartReceiver
-from kvferry.services.decode.step import MAX_STEPS
 from kvferry.shared.model.interface import DecodeAttention
 from kvferry.shared.model.parallel.follower import FollowingRank
 from kvferry.shared.process.worker import RankTransport
@@ -30,7 +28,7 @@ _log = structlog.get_logger(__name__)
 
 
 class DecodeRank(FollowingRank):
-    """The methods that the leading rank calls are its part's and those of "slots"."""
+    """The methods that the leading rank calls are its part's and those about slots."""
 
     def __init__(self, commands: Connection, notes: Connection) -> None:
         super().__init__(commands, notes)
@@ -38,7 +36,9 @@ class DecodeRank(FollowingRank):
         self._part: Part
         self._slots: SlotAttention | None = None
         self._placed: set[int] = set()
-        self._shapes: OrderedDict[tuple[int, Hashable], BatchAttention] = OrderedDict()
+        self._shape: tuple[int, Hashable] | None = None
+        self._attention: BatchAttention
+        """Of the last step, which had this shape."""
 
     def target(self, name: str) -> Any:
         return self if hasattr(self, name) else self._part
@@ -50,14 +50,13 @@ class DecodeRank(FollowingRank):
         """
         if self._server is not None:
             self._server.close()
-        device = self.resolve_device()
         with torch.inference_mode(False):  # other threads write to it, too
-            self._memory = torch.empty(memory_bytes, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(memory_bytes, dtype=torch.uint8, device=self.device)
         self._max_batch_size = max_batch_size
         receiver = PartReceiver(
             self.model.spec,
             first_head=self.rank * self.model.spec.num_kv_heads,
-            device=device,
+            device=self.device,
             note=lambda *note: self.note(note),
             ask=self.ask,
         )
@@ -69,8 +68,6 @@ class DecodeRank(FollowingRank):
     def pickled(self, name: str, *args: Any) -> bytes:
         """What the part's method returns, by value: ranks share no memory."""
         return pickle.dumps(getattr(self._part, name)(*args))
-
-    # ---- slots -------------------------------------------------------------------------------------------
 
     def place(self, slot: int, name: int, num_appended: int) -> None:
         """Place a sequence in an empty slot."""
@@ -87,19 +84,17 @@ class DecodeRank(FollowingRank):
 
     def reset(self) -> None:
         """Empty all slots, whatever state they are in."""
-        self._slots = None
+        self._slots = self._shape = None
         self._placed.clear()
-        self._shapes.clear()
 
     @torch.inference_mode()
     def decode_attention(self, num_slots: int) -> DecodeAttention:
         slots = self._slots
         assert slots is not None, "nothing has been placed"
-        key = (num_slots, slots.signature())
-        attention = self._shapes.pop(key, None) or BatchAttention(slots, num_slots)
-        self._shapes[key] = attention
-        if len(self._shapes) > MAX_STEPS:
-            self._shapes.popitem(last=False)
+        shape = (num_slots, slots.signature())
+        if shape != self._shape:
+            self._shape, self._attention = shape, BatchAttention(slots, num_slots)
+        attention = self._attention
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
             output = attention(layer, queries, keys, values, scaling)
@@ -112,9 +107,9 @@ class DecodeRank(FollowingRank):
 
     @torch.inference_mode()
     def step_done(self) -> None:
-        (num_slots, _), attention = next(reversed(self._shapes.items()))
-        active = torch.tensor([slot in self._placed for slot in range(num_slots)], dtype=torch.int64)
-        attention.advance(active.to(self._memory.device))
         assert self._slots is not None, "a step has been run"
+        assert self._shape is not None, "a step has been run"
+        active = torch.tensor([slot in self._placed for slot in range(self._shape[0])], dtype=torch.int64)
+        self._attention.advance(active.to(self._memory.device))
         for slot, error in self._slots.errors.items():
             _log.error("a sequence failed in a rank", rank=self.rank, slot=slot, exc_info=error)

@@ -3,8 +3,7 @@
 Place in the request's path: between the rank's block server and its part of the sequence. Every rank has a
 `PartReceiver`, the leading one, too. It accepts a transfer only if its generation, model and plan match a
 reservation that has not ended; a refusal names the field that differs. The layer's format decides where a
-tensor's bytes go and checks them; blocks may split tensors at any byte. `Arrivals` (`parts.py`) is told how
-it went.
+tensor's bytes go and checks them; blocks may split tensors at any byte. `Reservations` is told how it went.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +22,12 @@ from torch import Tensor
 from kvferry.shared.cache.arena import ArenaCopier, SequenceLayout, sequence_layout
 from kvferry.shared.cache.delta import DeltaLayer, PinnedRows, Positions, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
-from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats import compacted, make_formats
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.wire.frames import check_manifest, model_fields, part_key
 from kvferry.shared.wire.messages import (
     MAX_PAYLOAD_BYTES,
     BlockHeader,
@@ -37,6 +36,7 @@ from kvferry.shared.wire.messages import (
     Manifest,
     TransferKey,
 )
+from kvferry.shared.wire.receiver import check_manifest, model_fields, part_key
 
 _EXPECT_TIMEOUT_S = 30.0
 """How long an awaited transfer waits for this rank to be told of it, which happens between two steps."""
@@ -65,7 +65,6 @@ class CacheWriter:
         self._copier = copier
         self._pinned = pinned
         self._caches: list[LayerCache] = []
-        self._num_layers = 0
         self._regions: Mapping[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         self._pieces: list[Tensor] = []
@@ -78,7 +77,7 @@ class CacheWriter:
             TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
                 format.
         """
-        layer = self._num_layers
+        layer = len(self._caches)
         if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
             raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
         specs = {
@@ -87,7 +86,10 @@ class CacheWriter:
         try:
             place = self._layout.layers[layer]
             self._regions = place.views(self._buffer)
-            self._receiving = self._format(layer)
+            self._receiving = place.format
+            if (pinned := self._pinned) is not None:
+                rows = [layers[layer] for layers in pinned.layers]
+                self._receiving = DeltaLayer(place.format, layer, pinned.chain, rows)
             self._tensors = self._receiving.receive(specs, self._regions)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
@@ -115,14 +117,12 @@ class CacheWriter:
 
         Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
         """
-        if self._num_layers != len(self._layout.layers):
+        if len(self._caches) != len(self._layout.layers):
             raise TransferFailed(
-                f"layer {self._num_layers} is incomplete: {self._missing_bytes} bytes are missing",
+                f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
                 reason="incomplete",
             )
         for layer, cache in enumerate(self._caches):
-            if not cache.settles:
-                continue
             try:
                 cache.settle()
             except InvalidTensors as error:
@@ -132,22 +132,16 @@ class CacheWriter:
     def _open_when_complete(self) -> None:
         if self._missing_bytes:
             return
-        layer = self._num_layers
+        layer = len(self._caches)
         try:
             cache = self._receiving.open(self._regions, self._tensors)
+            if cache.format.segments is not None:
+                cache = compacted(cache)
             self._layout.layers[layer].format.check_finite(self._tensors)
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
         self._caches.append(cache)
-        self._num_layers += 1
         self._tensors, self._pieces = {}, []
-
-    def _format(self, layer: int) -> LayerFormat | DeltaLayer:
-        """What receives the layer that has begun."""
-        fmt = self._layout.layers[layer].format
-        if self._pinned is None:
-            return fmt
-        return DeltaLayer(fmt, layer, self._pinned.chain, [layers[layer] for layers in self._pinned.layers])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -185,7 +179,7 @@ class SequencePart:
     """One rank's heads of a sequence. `lock` guards its bytes while they arrive.
 
     Attributes:
-        key: of the sequence's transfer; wire_key: of this part of it, if it is expected.
+        key: of the sequence's transfer.
         layout: of measured plans that of the reservation, until the manifest is there.
         buffer: uint8, its range of the arena, or host memory.
         expected: None for a copy of a shared prompt.
@@ -200,7 +194,6 @@ class SequencePart:
     buffer: Tensor
     expected: Expected | None = None
     pinned: PinnedRows | None = None
-    wire_key: TransferKey | None = None
     caches: tuple[LayerCache, ...] = ()
     has_begun: bool = False
     is_over: bool = False
@@ -236,10 +229,12 @@ class PartReceiver:
             └──unknown──► the leading rank is asked ──its reservation has ended, or there is none──► refused
                                   └──awaited──► waits until this rank has been told of it ──► opened
 
-    Args:
+    Attributes:
         spec: of the rank's heads.
         first_head: the number of the rank's first KV head.
-        note: given the name and arguments of what happens, as of `Arrivals`; called without locks.
+
+    Args:
+        note: given the name and arguments of what happens, as of `Reservations`; called without locks.
         ask: whether a reservation with this key waits for its blocks. Raises: TimeoutError: no answer.
     """
 
@@ -252,8 +247,8 @@ class PartReceiver:
         note: Callable[..., None],
         ask: Callable[..., bool],
     ) -> None:
-        self._spec = spec
-        self._first_head = first_head
+        self.spec = spec
+        self.first_head = first_head
         self._note = note
         self._ask = ask
         self._copier = ArenaCopier(MAX_PAYLOAD_BYTES, device)
@@ -263,40 +258,39 @@ class PartReceiver:
 
     def expect(self, part: SequencePart) -> None:
         """Let a part's blocks come. Nothing else uses its range."""
-        part.wire_key = part_key(part.key, self._first_head)
         with self._told:
-            self._expected[part.wire_key] = part
+            self._expected[part_key(part.key, self.first_head)] = part
             self._told.notify_all()
 
     def forget(self, part: SequencePart) -> None:
         """Write nothing to the part's range any more. Idempotent; waits for a block that is being written."""
         with part.lock:
             part.is_over = True
-        if part.wire_key is not None:
-            self._incoming.pop(part.wire_key, None)
-            with self._told:
-                self._expected.pop(part.wire_key, None)
+        key = part_key(part.key, self.first_head)
+        self._incoming.pop(key, None)
+        with self._told:
+            self._expected.pop(key, None)
 
     def open(self, manifest: Manifest) -> None:
         """See `BlockSink.open`."""
-        part, failure = self._awaited(manifest.key), None
-        with part.lock:
-            if part.is_over:
-                raise self._refused(self._unknown(manifest.key))
-            if part.has_begun:
-                message = f"the reservation of transfer {manifest.key.transfer_id:#x} takes one transfer"
-                raise self._refused(LeaseExpired(message, reason="reservation_used"))
-            part.has_begun = True
-            try:
+        key = manifest.key
+        part = self._awaited(key)
+        try:
+            with part.lock:
+                if part.is_over:
+                    raise self._unknown(key)
+                if part.has_begun:
+                    message = f"the reservation of transfer {key.transfer_id:#x} takes one transfer"
+                    raise LeaseExpired(message, reason="reservation_used")
+                part.has_begun = True
                 writer = self._writer(part, manifest)
-            except KvferryError as error:
-                failure = error
-            else:
-                rows = manifest.layer_rows
-                self._incoming[manifest.key] = _Incoming(part=part, writer=writer, layer_rows=rows)
-        if failure is not None:
-            self._note("failed", part.key, failure)
-            raise failure
+                self._incoming[key] = _Incoming(part=part, writer=writer, layer_rows=manifest.layer_rows)
+        except LeaseExpired as error:
+            self._note("refused", error.reason)
+            raise
+        except KvferryError as error:
+            self._note("failed", part.key, error)
+            raise
         self._note("began", part.key, manifest)
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
@@ -338,35 +332,34 @@ class PartReceiver:
         Raises: LeaseExpired: the transfer or its reservation has ended.
         """
         incoming = self._incoming.get(key)
-        if incoming is None:
-            raise self._late(key)
-        part = incoming.part
-        with part.lock:
-            is_over, failure = part.is_over, None
-            if not is_over:
-                try:
-                    if caches := what(incoming.writer, *args):
-                        part.caches, part.pinned = caches, None
-                except KvferryError as error:
-                    failure = error
-        if is_over:
-            raise self._late(key)
-        if failure is not None:
+        try:
+            if incoming is None:
+                raise self._ended(key)
+            part = incoming.part
+            with part.lock:
+                if part.is_over:
+                    raise self._ended(key)
+                if caches := what(incoming.writer, *args):
+                    part.caches, part.pinned = caches, None
+        except LeaseExpired:
+            self.late_block()
+            raise
+        except KvferryError as error:
             self._incoming.pop(key, None)
-            self._note("failed", part.key, failure)
-            raise failure
+            self._note("failed", part.key, error)
+            raise
         return incoming
 
     def _writer(self, part: SequencePart, manifest: Manifest) -> CacheWriter:
         """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
         expected, pinned = part.expected, part.pinned
         assert expected is not None, "copies of a shared prompt are not awaited"
-        check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self._spec)
+        check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self.spec)
         plan = measured_plan(manifest, expected.resolved)
         if plan is not expected.resolved:  # the reserved bytes suffice for any division
             with_room = replace(plan, max_new_tokens=expected.room)
             stores = expected.returns_generated
-            part.layout = sequence_layout(make_formats(self._spec, with_room, returns_generated=stores))
+            part.layout = sequence_layout(make_formats(self.spec, with_room, returns_generated=stores))
             assert part.layout.size_bytes <= len(part.buffer), (part.layout.size_bytes, len(part.buffer))
         if pinned is not None and manifest.retained_transfer_id:
             part.pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
@@ -382,7 +375,7 @@ class PartReceiver:
         part = self._expected.get(key)
         if part is not None:
             return part
-        reservation = part_key(key, -self._first_head)
+        reservation = part_key(key, -self.first_head)
         deadline_s = time.monotonic() + _EXPECT_TIMEOUT_S
         while part is None and time.monotonic() < deadline_s and self._is_awaited(reservation):
             with self._told:
@@ -394,10 +387,9 @@ class PartReceiver:
         return part
 
     def _is_awaited(self, key: TransferKey) -> bool:
-        try:
+        with suppress(TimeoutError):
             return self._ask(key, timeout_s=_ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            return False
+        return False
 
     def _unknown(self, key: TransferKey) -> LeaseExpired:
         return LeaseExpired(
@@ -405,12 +397,7 @@ class PartReceiver:
             reason="unknown_transfer",
         )
 
-    def _refused(self, error: LeaseExpired) -> LeaseExpired:
-        self._note("refused", error.reason)
-        return error
-
-    def _late(self, key: TransferKey) -> LeaseExpired:
-        self.late_block()
+    def _ended(self, key: TransferKey) -> LeaseExpired:
         reservation = f"transfer {key.transfer_id:#x}, generation {key.generation}"
         return LeaseExpired(f"the reservation of {reservation} has ended", reason="reservation_ended")
 

@@ -10,61 +10,39 @@ import asyncio
 import contextlib
 import enum
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 import torch
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from kvferry.services.decode.receiver import PartArrived, SequencePart
-from kvferry.shared.cache.arena import Allocation, SequenceLayout
+from kvferry.services.decode.parts import Parts, checked_first_token
+from kvferry.services.decode.receiver import PartArrived, SequencePart, measured_plan
+from kvferry.services.decode.step import written_so_far
+from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest
+from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest, TransferAccepted
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, LeaseExpired
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.telemetry.tracing import begin, current_context
+from kvferry.shared.telemetry.metrics import DecodeMetrics
+from kvferry.shared.telemetry.tracing import begin, context_of, current_context
 from kvferry.shared.wire.messages import Manifest, TransferKey
-from kvferry.shared.wire.sender import OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 
 _log = structlog.get_logger(__name__)
 
 
-def written_so_far(device: torch.device) -> torch.cuda.Event | None:
-    """Mark what this thread's stream has been given so far; None on a CPU, where it is done.
-
-    Steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena runs on
-    the device's default stream, in one of these threads:
-
-        receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
-                        (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
-        a request's     the copy of a prompt that siblings share (`DecodeService._begin_shared`)
-        engine's        moves: growth, compaction, back from the host (`Part.move`); the warm-up's prompts
-        sweeper's       retained rows copied to less memory, which only the receiver's thread reads
-
-    A sequence has a mark behind its own last write of these, for which its join waits. A stream works in
-    order, so what was queued there before is done by then, too: blocks of an aborted transfer to the same
-    range, retained rows, weights. What is queued later, such as another sequence's blocks, delays no step.
-    Rows that a step appends need no mark: they are on the steps' own stream, and the engine waits for a step
-    before others read or move its rows.
-    """
-    if device.type != "cuda":
-        return None
-    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    mark.record(torch.cuda.current_stream(device))
-    return mark
-
-
 class EventStream:
-    """A queue into one event loop. It needs no bound: a completion has a limited number of events.
-
-    Created by the task that reads it.
-    """
+    """A queue into the event loop of the task that creates and reads it. It needs no bound: a completion has
+    a limited number of events."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,19 +50,12 @@ class EventStream:
 
     def put(self, event: GenerateEvent | KvferryError) -> None:
         """Add an event. An error is raised in the reader and ends the stream. Any thread may call this."""
-        # If the loop is closed, there is no reader any more.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def get(self, *, deadline_s: float) -> GenerateEvent:
-        """The next event.
-
-        Args: deadline_s: on the loop's clock.
-
-        Raises:
-            DeadlineExceeded: none came in time.
-            KvferryError: the request failed.
-        """
+        """The next event. Args: deadline_s: on the loop's clock. Raises: DeadlineExceeded: none came in time;
+        KvferryError: the request failed."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 event = await self._queue.get()
@@ -119,12 +90,11 @@ class SequenceState(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pinned:
-    """A session's retained rows, of all heads, that a transfer may leave out.
+_ARRIVING = (SequenceState.RESERVED, SequenceState.IN_TRANSFER)
 
-    Attributes: unpin: to be called once.
-    """
+
+class Pinned(NamedTuple):
+    """A session's retained rows, of all heads, that a transfer may leave out; `unpin` is called once."""
 
     chain: RetainedChain
     unpin: Callable[[], None]
@@ -157,8 +127,8 @@ class Sequence:
         arrival: grows from sequence to sequence in the order in which the engine received them.
         pinned: the session's retained rows, until the transfer has arrived.
         positions: the tokens of each layer's rows; empty if the rows cannot be reused by the next turn.
-        prompt_bytes: of the prompt's cache in all ranks; own_bytes: in rank 0.
         arrived: the parts of which all blocks are there, by rank.
+        metrics, lengths: where its tokens and bytes, and its answer's length are counted.
         first_token: came with the last of rank 0's; its transfer began at `began_s`.
         num_without_retained: ranks whose transfer has begun and leaves out no retained rows.
         written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
@@ -180,6 +150,8 @@ class Sequence:
     stop_token_ids: frozenset[int]
     release: Callable[[Allocation], None]
     forget: Callable[[Sequence], None]
+    metrics: DecodeMetrics
+    lengths: deque[int]
     lock: threading.RLock = field(default_factory=threading.RLock)
     state: SequenceState = SequenceState.RESERVED
     cancelled: bool = False
@@ -191,8 +163,6 @@ class Sequence:
     positions: tuple[Positions | None, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     num_appended: int = 0
-    prompt_bytes: int = 0
-    own_bytes: int = 0
     arrived: dict[int, PartArrived] = field(default_factory=dict)
     first_token: SampledToken | None = None
     began_s: float = 0.0
@@ -210,11 +180,6 @@ class Sequence:
         """`resolved` with the rows per layer that prefill measured, if it measures them."""
 
     @property
-    def layout(self) -> SequenceLayout:
-        """Of one rank's heads."""
-        return self.part.layout
-
-    @property
     def caches(self) -> tuple[LayerCache, ...]:
         """Rank 0's layers, once they have arrived."""
         return self.part.caches
@@ -223,10 +188,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of the completion so far."""
         return len(self.token_ids)
-
-    @property
-    def last_token_id(self) -> int:
-        return self.token_ids[-1]
 
     @property
     def position(self) -> int:
@@ -301,7 +262,7 @@ class Sequence:
         """
         with self.lock:
             self.cancelled = True
-            if self.state in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+            if self.state in _ARRIVING:
                 self.close()
             elif self.state is SequenceState.RETURNING:
                 if self.is_in_arena:
@@ -311,26 +272,47 @@ class Sequence:
 
 
 class Reservations:
-    """All sequences from admission until they close, by transfer id. Thread-safe."""
+    """All sequences from admission until they close, by transfer id, and how their parts arrive. Thread-safe.
 
-    def __init__(self) -> None:
+    A sequence begins once every rank has its part, and ends with the first that fails, so that the request
+    fails without waiting for the lease. `began` to `late_block` note how a rank's part fares: those of one
+    rank come in order, and any thread may bring them.
+
+    Args:
+        share: is given the sequences whose prompt siblings share.
+        submit: passes a complete sequence to the engine.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        arena: ByteArena,
+        metrics: DecodeMetrics,
+        *,
+        share: Callable[[Sequence], None],
+        clock: Callable[[], float],
+        submit: Callable[[Sequence], None],
+    ) -> None:
+        self._parts = parts
+        self._arena = arena
+        self._metrics = metrics
+        self._share = share
+        self._clock = clock
+        self._submit = submit
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         with self._lock:
-            self._sequences[sequence.key.transfer_id] = sequence
+            self._sequences[sequence.name] = sequence
 
     def remove(self, sequence: Sequence) -> None:
         with self._lock:
-            self._sequences.pop(sequence.key.transfer_id, None)
+            self._sequences.pop(sequence.name, None)
+        self._parts.drop_sequence(sequence.name)
 
     def find(self, key: TransferKey) -> Sequence:
-        """The sequence with this key.
-
-        Raises:
-            LeaseExpired: there is none, or it has another generation.
-        """
+        """The sequence with this key. Raises: LeaseExpired: there is none, or of another generation."""
         with self._lock:
             sequence = self._sequences.get(key.transfer_id)
         if sequence is None or sequence.key != key:
@@ -350,18 +332,15 @@ class Reservations:
             if sequence.router == router:
                 sequence.lease_until_s = until_s
 
-    def expire(self, now_s: float, on_expired: Callable[[], None]) -> None:
-        """Close the sequences whose transfer is not complete at the end of their lease.
-
-        Args: now_s: by the leases' clock; on_expired: called for each, before its error is passed on.
-        """
+    def expire(self) -> None:
+        """Close the sequences whose transfer is not complete at the end of their lease."""
+        now_s = self._clock()
         for sequence in self.all():
             with sequence.lock:
-                late = now_s >= sequence.lease_until_s
-                if not late or sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                if now_s < sequence.lease_until_s or sequence.state not in _ARRIVING:
                     continue
                 request_id, state = sequence.request.request_id, sequence.state.value
-                on_expired()
+                self._metrics.leases_expired.inc()
                 sequence.close(
                     LeaseExpired(
                         f"request {request_id} was still {state} when its lease ended: the prompt's KV did "
@@ -370,3 +349,102 @@ class Reservations:
                     )
                 )
             _log.warning("lease expired", request_id=request_id, state=state)
+
+    def awaits(self, key: TransferKey) -> bool:
+        """Whether a reservation with this key waits for blocks."""
+        with contextlib.suppress(LeaseExpired):
+            return self.find(key).state in _ARRIVING
+        return False
+
+    def began(self, rank: int, key: TransferKey, manifest: Manifest) -> None:
+        """A rank has accepted the transfer of its part. Args: manifest: of the part."""
+        with contextlib.suppress(LeaseExpired):
+            sequence = self.find(key)
+            with sequence.lock:
+                if sequence.state not in _ARRIVING:
+                    return
+                sequence.num_without_retained += not manifest.retained_transfer_id
+                if sequence.num_without_retained == self._parts.num_ranks:
+                    sequence.release_retained()
+                if rank == 0:
+                    sequence.manifest = manifest
+                    sequence.plan = measured_plan(manifest, sequence.resolved)
+                    sequence.began_s = self._clock()
+                    sequence.span = begin("receive", context_of({"traceparent": manifest.traceparent}))
+                if sequence.state is SequenceState.RESERVED:
+                    self._arena.advance(sequence.allocation, "in_transfer")
+                    sequence.state = SequenceState.IN_TRANSFER
+
+    def arrived(
+        self, rank: int, key: TransferKey, part: PartArrived, first_token: SampledToken | None
+    ) -> None:
+        """A rank has all blocks of its heads. Args: first_token: comes with rank 0's.
+
+        Raises: LeaseExpired: the sequence has ended; KvferryError: why it ends now.
+        """
+        sequence = self.find(key)
+        request = sequence.request
+        with sequence.lock:
+            if sequence.state not in _ARRIVING:
+                message = f"the reservation of transfer {key.transfer_id:#x} has ended"
+                raise LeaseExpired(message, reason="reservation_ended")
+            try:
+                if rank == 0:
+                    sequence.first_token = checked_first_token(first_token, request, self._parts.spec)
+                    sequence.written = written_so_far(self._arena.device)
+                sequence.arrived[rank] = part
+                if len(sequence.arrived) < self._parts.num_ranks:
+                    return
+                sequence.positions = self._parts.positions(sequence.arrived)
+            except KvferryError as error:
+                self._metrics.receive_failed.labels(error.reason).inc()
+                sequence.close(error)
+                raise
+            sequence.release_retained()
+            if request.num_siblings:
+                self._share(sequence)
+            committed_s = self._make_ready(sequence)
+        self._begin(sequence, transfer_s=committed_s - sequence.began_s)
+
+    def copied(self, sequence: Sequence, copy: Callable[[], None], first_token: SampledToken) -> None:
+        """Begin a sequence with a copy of a shared prompt, as if it had arrived. Args: copy: copies it."""
+        with sequence.lock:
+            if sequence.state is not SequenceState.RESERVED:
+                return
+            copy()
+            sequence.first_token = first_token
+            sequence.written = written_so_far(self._arena.device)
+            self._arena.advance(sequence.allocation, "in_transfer")
+            self._make_ready(sequence)
+        self._begin(sequence, transfer_s=0.0)
+
+    def failed(self, rank: int, key: TransferKey, error: KvferryError) -> None:
+        """The transfer of a rank's part has failed, and with it the request."""
+        self._metrics.receive_failed.labels(error.reason).inc()
+        with contextlib.suppress(LeaseExpired):
+            sequence = self.find(key)
+            with sequence.lock:
+                if sequence.state in _ARRIVING:
+                    if self._parts.num_ranks > 1:
+                        error = type(error)(f"rank {rank}: {error.message}", reason=error.reason)
+                    sequence.close(error)
+
+    def refused(self, rank: int, reason: str) -> None:
+        """A rank has refused a transfer that harms no reservation."""
+        self._metrics.receive_failed.labels(reason).inc()
+
+    def late_block(self, rank: int) -> None:
+        """A block without a current reservation has arrived."""
+        self._metrics.late_blocks.inc()
+
+    def _make_ready(self, sequence: Sequence) -> float:
+        """The engine's thread owns it from now on; the caller has locked it. Returns the time."""
+        self._arena.advance(sequence.allocation, "running")
+        sequence.committed_s = committed_s = self._clock()
+        sequence.state = SequenceState.READY
+        return committed_s
+
+    def _begin(self, sequence: Sequence, *, transfer_s: float) -> None:
+        sequence.events.put(TransferAccepted(transfer_s=transfer_s))
+        sequence.enter_stage("first step")
+        self._submit(sequence)

@@ -12,34 +12,25 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
+from kvferry.services.decode.finished import HistoryReturner, RetainedSelections
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
-from kvferry.services.decode.parts import Arrivals, Parts, checked_first_token
+from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.receiver import Expected
-from kvferry.services.decode.retained import RetainedSelections
-from kvferry.services.decode.returned import HistoryReturner
-from kvferry.services.decode.sequence import (
-    EventStream,
-    Reservations,
-    Sequence,
-    SequenceState,
-    written_so_far,
-)
+from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
-from kvferry.services.decode.warm_up import warm_up_steps
+from kvferry.services.decode.warm_up import decode_warm_up
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     GenerateEvent,
@@ -50,12 +41,10 @@ from kvferry.shared.control.messages import (
     SessionKey,
     Ticket,
     TicketIssued,
-    TransferAccepted,
     WorkerStatus,
     calling_router,
 )
 from kvferry.shared.device.kernel_paths import ShownPaths
-from kvferry.shared.device.warm_up import needs_warm_up, shown_progress
 from kvferry.shared.errors import (
     CapacityExceeded,
     ContextLengthExceeded,
@@ -70,14 +59,13 @@ from kvferry.shared.process.draining import Drain
 from kvferry.shared.process.worker import RankTransport
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.sampler import SequenceSampler
-from kvferry.shared.telemetry.metrics import ARENA_STATES, DecodeMetrics
+from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION, TransferKey
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
 from kvferry.shared.wire.sender import BlockSender
 
 _log = structlog.get_logger(__name__)
-SWEEP_INTERVAL_S = 0.25
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -106,7 +94,7 @@ class DecodeService:
         server_factory: Callable[[BlockSink], BlockServer],
         sender: BlockSender,
         clock: Callable[[], float] = time.monotonic,
-        sweep_interval_s: float = SWEEP_INTERVAL_S,
+        sweep_interval_s: float = 0.25,
         on_device_lost: Callable[[Exception], None] = lambda error: None,
         rank_transport: RankTransport | None = None,
     ) -> None:
@@ -114,100 +102,65 @@ class DecodeService:
         self._rank_transport = rank_transport
         self._clock = clock
         self._spec = model.spec
-        self._num_ranks = model.num_ranks
         self._kernel_paths = ShownPaths("decode", model.device)
         self._tokenizer = tokenizer
         self._grammars = GrammarCompiler(lambda: tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
-        self._metrics = metrics
+        self._metrics, self._probe_metrics = metrics, DecodeMetrics()
         self._instance_id = secrets.token_hex(8)
         self._closed = False
         self._drain = Drain(partial(WorkerUnavailable.draining, "decode"))
         self._is_wedged = False
-        self._arena = ByteArena(
-            arena_size_bytes(config, model.device, num_ranks=model.num_ranks),
-            model.device,
-            observer=self._show_arena,
-        )
-        self._parts = Parts(model, self._arena.memory)
+        size_bytes = arena_size_bytes(config, model.device, num_ranks=model.num_ranks)
+        self.arena = ByteArena(size_bytes, model.device)
+        self._parts = Parts(model, self.arena.memory)
         self._methods = self._parts.methods(applicable_methods(model.spec.layers))
-        self._reservations = Reservations()
         self._retained = RetainedSelections(
             self._parts,
-            self._arena,
+            self.arena,
             retain_s=config.retain_s,
             clock=clock,
             release=lambda allocation: self._scheduler.release(allocation),
         )
         self._scheduler = Scheduler(
-            self._arena,
+            self.arena,
             max_waiting=config.max_waiting,
             admission_wait_s=config.admission_wait_s,
             evict=self._retained.evict,
         )
         self._memory = SequenceMemory(
             self._parts,
-            self._arena,
+            self.arena,
             self._scheduler,
             on_swapped_out=metrics.preempted.labels(self._spec.name).inc,
         )
-        self._sender = sender
-        self._returner = HistoryReturner(
-            self._spec,
-            self._parts,
-            sender,
-            metrics,
-            num_threads=config.history_threads,
-            timeout_s=config.history_timeout_s,
-            retained=self._retained,
-        )
-        warm_up = None
-        if config.warm_up and self._num_ranks == 1 and needs_warm_up("decode", model):
-            warm_up = partial(
-                warm_up_steps,
-                model,
-                arena=self._arena,
-                max_batch_size=config.max_batch_size,
-                progress=shown_progress(metrics.warm_up),
-            )
-        metrics.warm_up.set(warm_up is None)
+        self._returner = HistoryReturner(self._spec, self._parts, sender, self._retained, config)
         self._engine = DecodeEngine(
             model,
             metrics,
-            max_batch_size=config.max_batch_size,
+            config,
             clock=clock,
+            parts=self._parts,
             memory=self._memory,
             on_finished=self._returner.submit,
-            warm_up=warm_up,
-            shadow_check=config.shadow_check,
-            num_threads=config.threads if config.tensor_parallel == 1 else 0,
+            warm_up=decode_warm_up(config, model, self.arena, metrics.warm_up),
             on_device_lost=on_device_lost,
-            parts=self._parts,
         )
         self._sweep_interval_s = sweep_interval_s
         self._stop_sweeping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="kvferry-lease-sweeper", daemon=True)
         self._prompts = SharedPrompts(self._parts, lease_s=config.lease_s, clock=clock)
-        self._parts.listen(
-            Arrivals(
-                self._spec,
-                self._parts,
-                self._arena,
-                self._reservations,
-                metrics,
-                share=self._prompts.put,
-                clock=clock,
-                submit=self._engine.submit,
-            )
+        self._reservations = Reservations(
+            self._parts,
+            self.arena,
+            metrics,
+            share=self._prompts.put,
+            clock=clock,
+            submit=self._engine.submit,
         )
+        self._parts.listen(self._reservations)
         self._server_factory = server_factory
         self._server: BlockServer | None = None
         metrics.waiting.set_function(lambda: self._scheduler.num_waiting)
-        self.registry = _ArenaRegistry(metrics.registry, self._arena)
-        """For `/metrics`: the bytes by arena state in one response always sum to the arena's size."""
-
-    @property
-    def arena(self) -> ByteArena:
-        return self._arena
 
     @property
     def block_endpoint(self) -> str:
@@ -218,12 +171,8 @@ class DecodeService:
     @property
     def is_ready(self) -> bool:
         """Whether the engine is healthy and the service takes turns. Any thread may call this."""
-        return (
-            not self._closed
-            and not self._drain.has_begun
-            and not self._is_wedged
-            and self._engine.healthy(self._config.heartbeat_timeout_s)
-        )
+        has_ended = self._closed or self._drain.has_begun or self._is_wedged
+        return not has_ended and self._engine.healthy(self._config.heartbeat_timeout_s)
 
     async def start(self) -> None:
         """Listen for blocks, start the engine and the lease sweeper."""
@@ -260,20 +209,22 @@ class DecodeService:
             KvferryError: decoding failed.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        shared = self._shared(request)
-        sequence, lease_s = await self._admit(request, timeout_s, shared)
+        self._check(request)
+        shared = self._prompts.take(request, request.shares) if request.shares is not None else None
+        sequence = await self._admit(request, timeout_s, shared)
         chain = sequence.pinned.chain if sequence.pinned is not None else None
         try:
-            if shared is not None:
-                await asyncio.to_thread(self._begin_shared, sequence, shared)
+            if shared is not None and request.shares is not None:
+                copy = partial(self._prompts.copy, shared, sequence)
+                await asyncio.to_thread(self._reservations.copied, sequence, copy, request.shares.first_token)
             yield TicketIssued(
                 ticket=Ticket(
                     endpoint=self.block_endpoint,
                     transfer_id=sequence.key.transfer_id,
                     generation=sequence.key.generation,
                     credit_bytes=self._config.credit_bytes,
-                    lease_s=lease_s,
-                    reserved_bytes=sequence.allocation.size_bytes * self._num_ranks,
+                    lease_s=min(self._config.lease_s, timeout_s),
+                    reserved_bytes=sequence.allocation.size_bytes * self._parts.num_ranks,
                     plan=sequence.resolved,
                     retained_transfer_id=chain.transfer_id if chain is not None else 0,
                     retained_tokens=chain.num_tokens if chain is not None else 0,
@@ -317,77 +268,54 @@ class DecodeService:
             draining=self._drain.has_begun,
             running=running,
             waiting=max(len(self._reservations.all()) - running, 0) + self._scheduler.num_waiting,
-            free_bytes=(self._arena.free_bytes + self._retained.spare_bytes) * self._num_ranks,
-            total_bytes=self._arena.size_bytes * self._num_ranks,
+            free_bytes=(self.arena.free_bytes + self._retained.spare_bytes) * self._parts.num_ranks,
+            total_bytes=self.arena.size_bytes * self._parts.num_ranks,
             model=self._spec,
             methods=self._methods,
             kernel_paths=self._kernel_paths.by_op,
         )
 
-    def _shared(self, request: GenerateRequest) -> SharedPrompt | None:
-        """Validate a request; the prompt that it shares, if it shares one."""
-        self._check(request)
-        if request.shares is None:
-            return None
-        checked_first_token(request.shares.first_token, request, self._spec)
-        return self._prompts.take(request, request.shares.request_id)
-
-    def _begin_shared(self, sequence: Sequence, shared: SharedPrompt) -> None:
-        """Copy a shared prompt to the sequence's memory, as if it had arrived, and let it run."""
-        start = sequence.request.shares
-        assert start is not None, "the request shares a prompt"
-        with sequence.lock:
-            if sequence.state is not SequenceState.RESERVED:
-                return
-            sequence.plan = shared.plan
-            sequence.prompt_bytes, sequence.own_bytes = shared.prompt_bytes, shared.own_bytes
-            self._parts.call("copy", shared.name, sequence.name)
-            sequence.written = written_so_far(self._arena.device)
-            self._arena.advance(sequence.allocation, "in_transfer")
-            self._arena.advance(sequence.allocation, "running")
-            sequence.committed_s = self._clock()
-            sequence.state = SequenceState.READY
-        sequence.events.put(TransferAccepted(transfer_s=0.0))
-        sequence.enter_stage("first step")
-        self._engine.submit(sequence, start.first_token)
-
     async def _admit(
         self, request: GenerateRequest, timeout_s: float, shared: SharedPrompt | None
-    ) -> tuple[Sequence, float]:
+    ) -> Sequence:
         """Reserve memory. Everything that can fail runs before the bytes are reserved."""
-        room = self._memory.first_room(request.sampling.max_tokens)
+        metrics, lengths = self._metrics, self._memory.lengths
+        if request.probe:  # a readiness turn is counted where nobody looks
+            metrics, lengths = self._probe_metrics, deque(maxlen=1)
+        sampling, stores = request.sampling, request.store_history
+        room = self._memory.first_room(sampling.max_tokens)
         if shared is not None:
             room = max(room, shared.room)
             plans, laid_out = [shared.resolved], [shared.plan]
         else:
-            plans = laid_out = [self._resolve(request, plan) for plan in self._acceptable(request.plan)]
-            if room < request.sampling.max_tokens:
-                stores = request.store_history
+            plans = laid_out = self._resolved(request)
+            if room < sampling.max_tokens:
                 plans = laid_out = [self._memory.within_arena(its, returns_generated=stores) for its in plans]
                 room = min(room, *(plan.max_new_tokens for plan in plans))
-        layouts = [
-            self._memory.layout(plan, room, returns_generated=request.store_history) for plan in laid_out
-        ]
+        layouts = [self._memory.layout(plan, room, returns_generated=stores) for plan in laid_out]
         self._parts.check(layouts[0], request.plan.method)
         sizes_bytes = [
             measured_limit_bytes(layout) if shared is None and is_measured(plan) else layout.size_bytes
             for plan, layout in zip(plans, layouts, strict=True)
         ]
-        grammar = request.sampling.grammar
         matcher = None
-        if grammar is not None:
+        if (grammar := sampling.grammar) is not None:
             await self._grammars.check(grammar, request.owner)
             matcher = await asyncio.to_thread(self._grammars.matcher, grammar, request.owner)
         sampler = SequenceSampler(
-            request.sampling,
+            sampling,
             request.prompt_token_ids,
             self._spec.vocab_size,
             eos_token_ids=self._spec.eos_token_ids,
             matcher=matcher,
         )
-        assembler = self._assembler(request)
-        model_ends = () if request.sampling.ignore_eos else self._spec.eos_token_ids
-        events = EventStream()
+        model_ends = () if sampling.ignore_eos else self._spec.eos_token_ids
+        assembler = None
+        if sampling.stop:
+            assembler = TextAssembler(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+            begin = len(request.prompt_token_ids) - sampling.first_index
+            for token_id in request.prompt_token_ids[begin:]:  # of an earlier attempt: a stop may begin in it
+                assembler.push(token_id)
         self._retained.touch(request.session)
         try:
             with stage("admit"):
@@ -399,63 +327,57 @@ class DecodeService:
                     smaller=tuple(sizes_bytes[1:]),
                 )
         except (CapacityExceeded, InvalidRequest) as error:
-            if not request.probe:
-                self._metrics.admission_rejected.labels(error.reason).inc()
+            metrics.admission_rejected.labels(error.reason).inc()
             raise
         chosen = next(i for i, size in enumerate(sizes_bytes) if size <= allocation.size_bytes)
         layout = layouts[chosen]
-        lease_s = min(self._config.lease_s, timeout_s)
         key = TransferKey(transfer_id=secrets.randbits(64), generation=allocation.generation)
-        pinned, expected = None, None
-        if shared is None:
-            if all(layer.format.is_plain for layer in layout.layers):  # only plain rows can be reused
-                pinned = self._retained.pin(request.session, request.prompt_token_ids)
-            selections = () if pinned is None else pinned.chain.selections
-            expected = Expected(
-                resolved=plans[chosen],
-                room=room,
-                returns_generated=request.store_history,
-                retained=tuple((its.transfer_id, its.num_tokens) for its in selections),
-            )
+        pinned = None
+        if shared is None and all(layer.format.is_plain for layer in layout.layers):  # others are not reused
+            pinned = self._retained.pin(request.session, request.prompt_token_ids)
+        selections = () if pinned is None else pinned.chain.selections
+        expected = Expected(
+            resolved=plans[chosen],
+            room=room,
+            returns_generated=stores,
+            retained=tuple((its.transfer_id, its.num_tokens) for its in selections),
+        )
         sequence = Sequence(
             request=request,
             resolved=plans[chosen],
-            part=self._parts.call("begin", key, allocation, layout, expected),
+            part=self._parts.call("begin", key, allocation, layout, expected if shared is None else None),
             room=room,
             key=key,
             pinned=pinned,
             allocation=allocation,
             router=calling_router.get(),
-            lease_until_s=self._clock() + lease_s,
-            events=events,
+            lease_until_s=self._clock() + min(self._config.lease_s, timeout_s),
+            events=EventStream(),
             sampler=sampler,
             assembler=assembler,
-            stop_token_ids=frozenset((*model_ends, *request.sampling.stop_token_ids)),
+            stop_token_ids=frozenset((*model_ends, *sampling.stop_token_ids)),
             release=self._scheduler.release,
-            forget=self._forget,
+            forget=self._reservations.remove,
+            metrics=metrics,
+            lengths=lengths,
         )
         self._reservations.add(sequence)
-        return sequence, lease_s
+        return sequence
 
-    def _forget(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, before its bytes are released."""
-        self._reservations.remove(sequence)
-        self._parts.drop(sequence=sequence.name)
-
-    def _acceptable(self, plan: CompressionPlan) -> tuple[CompressionPlan, ...]:
+    def _resolved(self, request: GenerateRequest) -> list[ResolvedPlan]:
         """The plan as requested, then with smaller budgets if this worker may use them."""
-        smaller = plan.budget.smaller() if self._config.elastic_budget else ()
-        return plan, *(replace(plan, budget=budget) for budget in smaller)
-
-    def _resolve(self, request: GenerateRequest, plan: CompressionPlan) -> ResolvedPlan:
-        return resolve_plan(
-            plan,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_new_tokens=request.sampling.max_tokens,
-            num_layers=self._spec.num_layers,
-            head_dim=self._spec.head_dim,
-            layers=self._spec.layers,
-        )
+        smaller = request.plan.budget.smaller() if self._config.elastic_budget else ()
+        return [
+            resolve_plan(
+                plan,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                max_new_tokens=request.sampling.max_tokens,
+                num_layers=self._spec.num_layers,
+                head_dim=self._spec.head_dim,
+                layers=self._spec.layers,
+            )
+            for plan in (request.plan, *(replace(request.plan, budget=budget) for budget in smaller))
+        ]
 
     def _check(self, request: GenerateRequest) -> None:
         if self._closed or self._server is None:
@@ -469,26 +391,15 @@ class DecodeService:
                 reason="model_fingerprint",
             )
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        first_index = request.sampling.first_index
         if num_prompt + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}; together they may be "
                 f"{self._spec.max_model_len} at most",
                 param="max_tokens",
             )
-        if not 0 <= request.sampling.first_index < max(num_prompt, 1):
-            raise InvalidRequest(
-                f"first_index is {request.sampling.first_index}; it must be 0 to {num_prompt - 1}"
-            )
-
-    def _assembler(self, request: GenerateRequest) -> TextAssembler | None:
-        """Finds stop strings, including those that began in tokens of an earlier attempt."""
-        sampling = request.sampling
-        if not sampling.stop:
-            return None
-        assembler = TextAssembler(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-        for token_id in request.prompt_token_ids[len(request.prompt_token_ids) - sampling.first_index :]:
-            assembler.push(token_id)
-        return assembler
+        if not 0 <= first_index < max(num_prompt, 1):
+            raise InvalidRequest(f"first_index is {first_index}; it must be 0 to {num_prompt - 1}")
 
     def _close_threads(self) -> None:
         self._engine.close()
@@ -498,7 +409,6 @@ class DecodeService:
             sequence.cancel()
             sequence.events.put(WorkerUnavailable("the decode worker is shutting down", reason="closed"))
         self._returner.close()
-        self._sender.close()
         self._stop_sweeping.set()
         self._retained.has_grown.set()
         if self._sweeper.ident is not None:
@@ -518,10 +428,10 @@ class DecodeService:
                 self._retained.shrink()
                 if self._prompts.entries:
                     self._prompts.expire()
-                self._reservations.expire(self._clock(), self._metrics.leases_expired.inc)
+                self._reservations.expire()
                 self._give_up_if_wedged()
                 if not self._reservations.all():
-                    self._arena.check_integrity()
+                    self.arena.check_integrity()
             except Exception:
                 _log.exception("sweep failed")
 
@@ -536,25 +446,3 @@ class DecodeService:
             if not sequence.cancelled:
                 message = "the decode engine makes no progress; its requests are given up"
                 sequence.events.put(WorkerUnavailable(message, reason="wedged"))
-
-    def _show_arena(self, bytes_by_state: dict[str, int]) -> None:
-        for state in ARENA_STATES:
-            size_bytes = bytes_by_state.get(state, 0) * self._num_ranks
-            self._metrics.arena_bytes.labels(state).set(size_bytes)
-
-
-class _ArenaRegistry(CollectorRegistry):
-    """Collects another registry's metrics under the arena's lock, so that its byte counts are consistent."""
-
-    def __init__(self, inner: CollectorRegistry, arena: ByteArena) -> None:
-        super().__init__()
-        self._inner = inner
-        self._arena = arena
-
-    def register(self, collector: Collector) -> None:
-        """Have the other registry collect it, too."""
-        self._inner.register(collector)
-
-    def collect(self) -> Iterable[Metric]:
-        with self._arena.lock:
-            return list(self._inner.collect())

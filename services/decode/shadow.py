@@ -9,7 +9,7 @@ The engine asks between steps, when no step that touches the sequence is in flig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -17,24 +17,19 @@ from torch import Tensor
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.case import TOLERANCES
-from kvferry.kernels.decode_batch import CachedRows, WindowRows
-from kvferry.kernels.hsa import write_page_extremes
+from kvferry.kernels.decode_batch import CachedRows
+from kvferry.kernels.hsa import page_extremes
 from kvferry.kernels.hsa.batch import SparseRows
-from kvferry.kernels.kivi.batch import QuantisedRows
 from kvferry.kernels.packed_hsa.batch import SparsePackedRows
 from kvferry.kernels.quarantine import Reason, is_quarantined, quarantine
 from kvferry.kernels.softmax import Scaling
-from kvferry.kernels.trizone.batch import PackedRows
+from kvferry.services.decode.attention import KERNELS
 from kvferry.services.decode.step import StepInput
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.model.interface import DecodeAttention, LanguageModel
 
 LOGITS_TOLERANCES = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Norm of the difference of a step's logits, relative to torch's."""
-_OPS: Mapping[type[CachedRows], str] = {
-    CachedRows: "dense_decode", WindowRows: "dense_decode", SparseRows: "hsa", PackedRows: "trizone",
-    SparsePackedRows: "packed_hsa", QuantisedRows: "kivi",
-}  # fmt: skip
 Opinion = Literal["same", "kernel_wrong", "model_wrong"]
 """model_wrong: torch's logits are not finite either."""
 
@@ -48,19 +43,19 @@ class ShadowStep:
     def __init__(self, model: LanguageModel, given: StepInput) -> None:
         self._model, self._given = model, given
         found = [cache.batched(given.num_appended) for cache in given.caches]
-        self._rows = [its for its in found if type(its) in _OPS and its is not None]
+        self._rows = [its for its in found if type(its) in KERNELS and its is not None]
         self.is_possible = len(self._rows) == len(found) and not model.spec.state_layers
 
     @property
     def ops(self) -> list[str]:
         """The kernels that the sequence's steps use now."""
-        ops = sorted({_OPS[type(rows)] for rows in self._rows})
+        ops = sorted({KERNELS[type(rows)].op for rows in self._rows})
         return [op for op in ops if dispatch.planned_path(op, self._model.device) != "torch"]
 
     @property
     def has_kernels(self) -> bool:
         """Whether a kernel may have run in the step, which may have been quarantined in it."""
-        return bool(self.ops) or any(is_quarantined(_OPS[type(rows)]) for rows in self._rows)
+        return bool(self.ops) or any(is_quarantined(KERNELS[type(rows)].op) for rows in self._rows)
 
     def judge(self, logits: Tensor | None) -> tuple[Opinion, Tensor]:
         """Repeat the step; quarantine the kernels that differ.
@@ -110,7 +105,7 @@ class ShadowStep:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling
     ) -> Tensor:
         """By the kernel, then in torch, whose rows stay."""
-        op = _OPS[type(self._rows[layer])]
+        op = KERNELS[type(self._rows[layer])].op
         result = None
         if not is_quarantined(op):
             result = self._attend_in_torch(layer, queries, keys, values, scaling)
@@ -152,9 +147,10 @@ def _repair(rows: CachedRows) -> None:
         begin = page * rows.page_size
         if begin < rows.length:
             pages = slice(page, page + 1)
-            write_page_extremes(
+            page_extremes(
                 rows.keys[:, begin : rows.length],
                 rows.page_max[:, pages],
                 rows.page_min[:, pages],
+                length=rows.length - begin,
                 page_size=rows.page_size,
             )

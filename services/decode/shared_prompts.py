@@ -11,39 +11,31 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.parts import Parts, checked_first_token
+from kvferry.services.decode.receiver import PartArrived
 from kvferry.services.decode.sequence import Sequence
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
-from kvferry.shared.control.messages import GenerateRequest
+from kvferry.shared.compression.plan import ResolvedPlan
+from kvferry.shared.control.messages import GenerateRequest, SharedStart
 from kvferry.shared.errors import InvalidRequest, LeaseExpired
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class SharedPrompt:
     """A prompt whose KV every rank has in host memory, as of its `Sequence` before its first step. They drop
     it with this object.
 
     Attributes:
-        requested, max_tokens: what the request asked for; `resolved` and `plan` are as of `Sequence`.
-        room: new tokens for which it has room.
-        name: of the sequence that brought it.
-        prompt_bytes, own_bytes: as of `Sequence`.
+        request: which brought it.
+        name, resolved, plan, room, arrived: as of its `Sequence`.
+        num_left: siblings that have yet to take it, until `until_s`.
     """
 
-    token_ids: tuple[int, ...]
-    requested: CompressionPlan
-    max_tokens: int
+    request: GenerateRequest
+    name: int
     resolved: ResolvedPlan
     plan: ResolvedPlan
     room: int
-    name: int
-    prompt_bytes: int
-    own_bytes: int
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    prompt: SharedPrompt
+    arrived: dict[int, PartArrived]
     num_left: int
     until_s: float
 
@@ -65,53 +57,56 @@ class SharedPrompts:
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        self.entries: dict[str, _Entry] = {}
+        self.entries: dict[str, SharedPrompt] = {}
 
     def put(self, sequence: Sequence) -> None:
         """Store a copy of the sequence's prompt for its siblings, before its first step."""
         request = sequence.request
         prompt = SharedPrompt(
-            token_ids=request.prompt_token_ids,
-            requested=request.plan,
-            max_tokens=request.sampling.max_tokens,
+            request=request,
+            name=sequence.name,
             resolved=sequence.resolved,
             plan=sequence.plan,
             room=sequence.room,
-            name=sequence.name,
-            prompt_bytes=sequence.prompt_bytes,
-            own_bytes=sequence.own_bytes,
+            arrived=sequence.arrived,
+            num_left=request.num_siblings,
+            until_s=self._clock() + self._lease_s,
         )
         self._parts.call("share", sequence.name)
         weakref.finalize(prompt, self._parts.drop_prompt, sequence.name).atexit = False
-        entry = _Entry(prompt=prompt, num_left=request.num_siblings, until_s=self._clock() + self._lease_s)
         with self._lock:
-            self.entries[request.request_id] = entry
+            self.entries[request.request_id] = prompt
 
-    def take(self, request: GenerateRequest, of: str) -> SharedPrompt:
-        """The prompt for a request that shares it. Args: of: the request that brought it.
+    def take(self, request: GenerateRequest, start: SharedStart) -> SharedPrompt:
+        """The prompt for a request that shares one. Args: start: the request's `shares`.
 
         Raises:
+            TransferFailed: the request's first token cannot be one.
             LeaseExpired: it is not stored (`unknown_prompt`): it has not arrived, as many have taken it as
                 were announced, or its lease has ended.
             InvalidRequest: the request has another prompt, plan or `max_tokens`, or returns its KV.
         """
-        stores = request.store_history or request.session is not None
+        checked_first_token(start.first_token, request, self._parts.spec)
+        of, stores = start.request_id, request.store_history or request.session is not None
         with self._lock:
-            entry = self.entries.get(of)
-            if entry is None:
+            prompt = self.entries.get(of)
+            if prompt is None:
                 message = f"no prompt of request {of!r} is stored here to share"
                 raise LeaseExpired(message, reason="unknown_prompt")
-            prompt, max_tokens = entry.prompt, request.sampling.max_tokens
-            given = request.prompt_token_ids, request.plan, max_tokens, stores
-            if given != (prompt.token_ids, prompt.requested, prompt.max_tokens, False):
+            if stores or _shared(request) != _shared(prompt.request):
                 raise InvalidRequest(
                     f"request {request.request_id!r} cannot share the prompt of {of!r}: it must have the "
                     "same prompt, plan and max_tokens, and neither a session nor history"
                 )
-            entry.num_left -= 1
-            if entry.num_left == 0:
+            prompt.num_left -= 1
+            if prompt.num_left == 0:
                 del self.entries[of]
         return prompt
+
+    def copy(self, prompt: SharedPrompt, sequence: Sequence) -> None:
+        """Copy a prompt to the memory of a sequence that has begun; the caller has locked it."""
+        sequence.plan, sequence.arrived = prompt.plan, prompt.arrived
+        self._parts.call("copy", prompt.name, sequence.name)
 
     def forget(self, request_id: str) -> None:
         """The request that brought the prompt has ended before its answer did."""
@@ -122,10 +117,15 @@ class SharedPrompts:
         """Forget the prompts whose lease has ended."""
         now_s = self._clock()
         with self._lock:
-            for of in [of for of, entry in self.entries.items() if entry.until_s <= now_s]:
+            for of in [of for of, its in self.entries.items() if its.until_s <= now_s]:
                 del self.entries[of]
 
     def close(self) -> None:
         """Forget all prompts."""
         with self._lock:
             self.entries.clear()
+
+
+def _shared(request: GenerateRequest) -> tuple[object, ...]:
+    """What is equal in requests that share a prompt."""
+    return request.prompt_token_ids, request.plan, request.sampling.max_tokens

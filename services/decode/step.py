@@ -1,4 +1,4 @@
-"""Decode steps over buffers with constant addresses, and what runs them: as CUDA graphs or eagerly.
+"""Decode steps over buffers with constant addresses, as CUDA graphs or eagerly.
 
     token_ids, positions, active, left, stop_ids, descriptors ──► model ──► sampling ──► next step's values
 
@@ -12,9 +12,8 @@ A shape that appears under load runs eagerly first, so that no batch waits for g
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,19 +22,13 @@ from torch import Tensor
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.dispatch import KernelUnavailable
-from kvferry.kernels.quarantine import quarantined
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.compression.formats.interface import LayerCache
-from kvferry.shared.errors import KvferryError, WorkerUnavailable
+from kvferry.shared.errors import KvferryError
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
-MAX_STEPS = 256
-"""Limit on cached steps, each with one graph at most. A graph has about 450 kernels, for each of which the
-driver takes about 10 KB beside torch's allocator (NVIDIA says so of CUDA 12; not measured here): 1.2 GB for
-all. The default warm-up captures 96, so load has room for 26 mixes of methods at six batch sizes. Scratch
-memory is small beside the KV of the sequences that it is for, and goes with the last step that uses it."""
 EAGER_STEPS = 4
 """A step that has no graph runs eagerly so often while sequences wait to join, which will change the batch's
 shape again. Four eager steps lose about as much time as a capture takes (by estimate: 20 ms each, and 80 ms),
@@ -83,6 +76,31 @@ class StepDevice:
         return tuple([tensor.clone() for tensor in tensors]), lambda: True
 
 
+def written_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """Mark what this thread's stream has been given so far; None on a CPU, where it is done.
+
+    Steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena runs on
+    the device's default stream, in one of these threads:
+
+        receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
+                        (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
+        a request's     the copy of a prompt that siblings share (`SharedPrompts.copy`)
+        engine's        moves: growth, compaction, back from the host (`Part.move`); the warm-up's prompts
+        sweeper's       retained rows copied to less memory, which only the receiver's thread reads
+
+    A sequence has a mark behind its own last write of these, for which its join waits. A stream works in
+    order, so what was queued there before is done by then, too: blocks of an aborted transfer to the same
+    range, retained rows, weights. What is queued later, such as another sequence's blocks, delays no step.
+    Rows that a step appends need no mark: they are on the steps' own stream, and the engine waits for a step
+    before others read or move its rows.
+    """
+    if device.type != "cuda":
+        return None
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPath:
     """How a step runs.
@@ -108,7 +126,6 @@ class StepInput:
         num_left: tokens that may still be sampled, at least 1.
         stop_ids: ids that end the completion.
         written: when its layers are written; see `StepDevice.follow`.
-        name: by which other ranks know it.
     """
 
     caches: tuple[LayerCache, ...]
@@ -119,7 +136,6 @@ class StepInput:
     stop_ids: frozenset[int]
     sampler: SequenceSampler
     written: torch.cuda.Event | None = None
-    name: int = 0
 
 
 class BatchSlots:
@@ -320,7 +336,7 @@ class LaunchedStep:
     Attributes:
         host_drawn: int64 `[3, S]` on the host, as `DecodeStep.drawn`.
         host_logits: float32 `[S, V]` on the host, or None if no sequence needs them.
-        errors: of slots whose attention failed; only an eager step has any.
+        errors: why a slot's attention failed; only an eager step has any.
     """
 
     host_drawn: Tensor
@@ -329,21 +345,9 @@ class LaunchedStep:
     path: StepPath
     errors: dict[int, Exception]
 
-    @property
-    def paths(self) -> list[StepPath]:
-        return [self.path]
-
     def drawn(self) -> dict[int, list[int]]:
         """By slot: the token, whether one could be drawn, and whether the slot was active."""
         return dict(enumerate(self.host_drawn.T.tolist()))
-
-    def logits(self, slot: int) -> Tensor | None:
-        """float32 `[V]`; None if no sequence needs logits."""
-        return None if self.host_logits is None else self.host_logits[slot]
-
-    def error(self, slot: int) -> Exception | None:
-        """Why the slot's attention failed."""
-        return self.errors.get(slot)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the device has finished the step. Raises: KvferryError: timeout_s has passed."""
@@ -352,154 +356,3 @@ class LaunchedStep:
             if time.monotonic() > deadline_s:
                 raise KvferryError(f"a decode step took more than {timeout_s} s", reason="step_timeout")
             time.sleep(_POLL_S)
-
-
-@dataclass(kw_only=True)
-class Captures:
-    """The graphs that have been captured: how many, and the seconds that it took."""
-
-    number: int = 0
-    seconds: float = 0.0
-
-
-class StepRunner:
-    """Places sequences in slots and launches steps over them, on one thread.
-
-        join, leave ──► launch ──► launch ──► join, leave ──► launch ──► ...
-
-    A slot stays as it is while others are placed and removed, also while a step is in flight: what is written
-    comes after that step.
-
-    Args:
-        model: on the device; used by no other thread.
-        max_batch_size: sequences that may be placed at the same time.
-        warn: called with the reason if a capture fails.
-        spec: of the heads that are attended here, if these are not all.
-        tell_others: `Parts.tell_others`: other ranks have the same sequences in the same slots.
-
-    Attributes: captures: so far.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        device: StepDevice,
-        *,
-        max_batch_size: int,
-        warn: Callable[[str], None],
-        spec: ModelSpec | None = None,
-        tell_others: Callable[..., None] = lambda name, *args: None,
-    ) -> None:
-        self._tell = tell_others
-        self._model = model
-        self._device = device
-        self._max_batch_size = max_batch_size
-        self._warn = warn
-        self.captures = Captures()
-        self._steps: OrderedDict[tuple[Hashable, Hashable], DecodeStep] = OrderedDict()
-        self._spec = spec or model.spec
-        self._slots: BatchSlots | None = None
-        self._step: DecodeStep | None = None
-        self._num_quarantined = 0
-
-    @property
-    def num_sequences(self) -> int:
-        return self._slots.num_sequences if self._slots is not None else 0
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the batch's next step may be launched before this one's tokens are read."""
-        if self._step is None or self._slots is None:
-            return False
-        return self._step.is_captured and not self._slots.sampler.needs_tokens
-
-    @property
-    def rows_are_launched(self) -> bool:
-        """Whether batched kernels attend to all rows in the last step; not known after a join or leave."""
-        return self._step is not None and self._step.attention.rows_are_launched
-
-    @property
-    def spare_slot(self) -> int | None:
-        """A slot whose sequence would better leave and join again: the step would have fewer slots."""
-        slots = self._slots
-        if slots is None or slots.num_slots <= self._num_slots(slots.num_sequences):
-            return None
-        return slots.num_slots - 1
-
-    def join(self, given: StepInput) -> int:
-        """Place a sequence. Returns its slot."""
-        with self._device.scope():
-            self._device.follow(given.written)
-            if self._slots is None:
-                arena = next(its for cache in given.caches for its in cache.regions.values())
-                num_slots = self._num_slots(self._max_batch_size)
-                self._slots = BatchSlots(self._model, self._spec, num_slots, arena)
-            slot = self._slots.free_slot()
-            self._slots.place(slot, given)
-        self._tell("place", slot, given.name, given.num_appended)
-        self._step = None
-        return slot
-
-    def last_logits(self, slot: int) -> Tensor:
-        """float32 `[V]` on the host, of the last step, which must be done; no later one may be launched."""
-        assert self._slots is not None, "nothing has been placed"
-        with self._device.scope():
-            return self._slots.logits[slot].cpu()
-
-    def leave(self, slot: int) -> None:
-        """Remove a sequence, and drop all references to it."""
-        assert self._slots is not None, "nothing has been placed"
-        with self._device.scope():
-            self._slots.remove(slot)
-        self._tell("vacate", slot)
-        self._step = None
-
-    def reset(self) -> None:
-        """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
-        self._slots = self._step = None
-        self._steps.clear()
-        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
-            self._tell("reset")
-
-    def launch(self, *, eager_steps: int = 0) -> LaunchedStep:
-        """Launch a step: one token for every sequence of the batch that has not ended.
-
-        Args: eager_steps: how often a step without a graph runs eagerly before it is captured.
-        """
-        assert self._slots is not None, "nothing has been placed"
-        with self._device.scope():
-            if self._device.captures and self._num_quarantined != len(quarantined()):
-                self._num_quarantined = len(quarantined())
-                self._step = None  # graphs with those kernels are not replayed
-            if self._step is None:
-                self._step = self._find_step(self._slots)
-            step, begin_s = self._step, time.monotonic()
-            if step.prepare_on(self._device, eager_steps=eager_steps, warn=self._warn):
-                self.captures.number += 1
-                self.captures.seconds += time.monotonic() - begin_s
-            step.launch()
-            wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
-            (drawn, *logits), is_done = self._device.fetch(wanted)
-        return LaunchedStep(
-            host_drawn=drawn,
-            host_logits=logits[0] if logits else None,
-            is_done=is_done,
-            path=step.path,
-            errors=dict(self._slots.attention.errors),
-        )
-
-    def _find_step(self, slots: BatchSlots) -> DecodeStep:
-        num_slots = self._num_slots(slots.num_slots)
-        key = slots.shape(num_slots)
-        if key not in self._steps:
-            alike = (step.attention for (shape, _), step in self._steps.items() if shape == key[0])
-            attention = next(alike, None) or BatchAttention(slots.attention, num_slots)
-            self._steps[key] = DecodeStep(self._model, slots, num_slots, attention)
-        self._steps.move_to_end(key)
-        if len(self._steps) > MAX_STEPS:
-            self._steps.popitem(last=False)
-        return self._steps[key]
-
-    def _num_slots(self, num_sequences: int) -> int:
-        """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""
-        return in_buckets(num_sequences) if self._device.captures else num_sequences

@@ -10,24 +10,34 @@ for. See `shared/device/warm_up.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import structlog
 import torch
+from prometheus_client import Gauge
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.hsa.batch import EMPTY_HEAD, HsaScratch, SparseRows, SparseSize
 from kvferry.kernels.quarantine import attempt, is_lost
-from kvferry.services.decode.lanes import StepLanes
-from kvferry.services.decode.step import StepInput, StepRunner
+from kvferry.services.decode.batch import StepRunner, lane_of
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.device.self_test import model_shapes
-from kvferry.shared.device.warm_up import NEW_TOKENS, PROMPT_TOKENS, Progress, WarmPrompt, warm_prompts
+from kvferry.shared.device.warm_up import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Progress,
+    WarmPrompt,
+    needs_warm_up,
+    shown_progress,
+    warm_prompts,
+)
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SamplingParams
@@ -36,7 +46,6 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 _log = structlog.get_logger(__name__)
 
 _STEP_TIMEOUT_S = 300.0
-_OWNER = "warm-up"
 SAMPLING = (
     SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0),
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0),
@@ -44,6 +53,26 @@ SAMPLING = (
     SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_p=0.9, top_k=20),
 )
 """Greedy; drawn; drawn from a part of the vocabulary, by its share and by how many tokens it has."""
+
+
+def decode_warm_up(
+    config: DecodeConfig, model: LanguageModel, arena: ByteArena, shown: Gauge
+) -> Callable[[Sequence[StepRunner]], None] | None:
+    """What is to be run before the worker takes sequences, given its lanes; None if there is nothing.
+
+    Args: shown: how much of it is done.
+    """
+    needed = config.warm_up and model.num_ranks == 1 and needs_warm_up("decode", model)
+    shown.set(not needed)
+    if not needed:
+        return None
+    return partial(
+        warm_up_steps,
+        model,
+        arena=arena,
+        max_batch_size=config.max_batch_size,
+        progress=shown_progress(shown),
+    )
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -54,22 +83,43 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 def warm_up_steps(
     model: LanguageModel,
-    runner: StepRunner | StepLanes,
+    lanes: Sequence[StepRunner],
     arena: ByteArena,
     *,
     max_batch_size: int,
     progress: Progress,
 ) -> None:
-    """Launch the steps. No other sequence may be placed; none is afterwards."""
+    """Launch the steps. Args: lanes: of a `Batch`, in which no sequence is placed; none is afterwards."""
     seen: set[Hashable] = set()
     begin_s, sizes = time.monotonic(), batch_sizes(max_batch_size)
     for prompt in warm_prompts(model, PROMPT_TOKENS[0], progress):
         try:
-            _warm_up_prompt(model, runner, arena, prompt, sizes, seen)
+            with _placed(model, arena, prompt) as caches:
+                kinds = tuple(map(_kind, caches))
+                if kinds in seen:
+                    continue
+                runner = lanes[lane_of(caches, 0) % len(lanes)]
+                in_torch = not seen  # the first kind has every step, for the kernels beside attention
+                seen.add(kinds)
+                for params in SAMPLING:
+                    given = StepInput(
+                        caches=caches,
+                        num_appended=0,
+                        token_id=0,
+                        position=prompt.resolved.num_prompt_tokens,
+                        num_left=NEW_TOKENS - 1,
+                        stop_ids=frozenset(model.spec.eos_token_ids),
+                        sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
+                    )
+                    if not _warm_up_sizes(runner, given, sizes, in_torch=in_torch):
+                        break
+                if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
+                    _warm_up_selection(model)
         except (CapacityExceeded, InvalidRequest):
             _log.warning("the arena has no room to warm up a method", method=prompt.method)
         except Exception as error:
-            runner.reset()
+            for runner in lanes:
+                runner.reset()
             if is_lost(error):
                 raise
             _log.warning(
@@ -81,45 +131,21 @@ def warm_up_steps(
     _log.info(
         "warmed up",
         kinds=len(seen),
-        captures=runner.captures.number,
+        captures=lanes[0].captures.number,
         seconds=round(time.monotonic() - begin_s, 2),
-        captures_s=round(runner.captures.seconds, 2),
+        captures_s=round(lanes[0].captures.seconds, 2),
     )
 
 
-def _warm_up_prompt(
-    model: LanguageModel,
-    runner: StepRunner | StepLanes,
-    arena: ByteArena,
-    prompt: WarmPrompt,
-    sizes: Sequence[int],
-    seen: set[Hashable],
-) -> None:
+@contextmanager
+def _placed(model: LanguageModel, arena: ByteArena, prompt: WarmPrompt) -> Iterator[tuple[LayerCache, ...]]:
+    """A prompt's layers in the arena."""
     layout = sequence_layout(make_formats(model.spec, prompt.resolved))
-    allocation = arena.reserve(layout.size_bytes, owner=_OWNER, state="running")
+    allocation = arena.reserve(layout.size_bytes, owner="warm-up", state="running")
     try:
         buffer = arena.buffer(allocation)
         layers = zip(layout.layers, prompt.tensors, strict=True)
-        caches = tuple(layer.place(buffer, tensors) for layer, tensors in layers)
-        kinds = tuple(map(_kind, caches))
-        if kinds in seen:
-            return
-        # the first kind has every step, for the kernels beside attention
-        steps = partial(
-            _warm_up_shapes,
-            model,
-            runner,
-            caches,
-            num_tokens=prompt.resolved.num_prompt_tokens,
-            sizes=sizes,
-            in_torch=not seen,
-        )
-        seen.add(kinds)
-        for params in SAMPLING:
-            if not steps(params=params):
-                break
-        if any(isinstance(cache.batched(0), SparseRows) for cache in caches):
-            _warm_up_selection(model)
+        yield tuple(layer.place(buffer, tensors) for layer, tensors in layers)
     finally:
         arena.free(allocation)
 
@@ -132,16 +158,7 @@ def _kind(cache: LayerCache) -> Hashable:
     return type(rows), SparseSize.of(rows) if isinstance(rows, SparseRows) else None
 
 
-def _warm_up_shapes(
-    model: LanguageModel,
-    runner: StepRunner | StepLanes,
-    caches: tuple[LayerCache, ...],
-    *,
-    params: SamplingParams,
-    num_tokens: int,
-    sizes: Sequence[int],
-    in_torch: bool,
-) -> bool:
+def _warm_up_sizes(runner: StepRunner, given: StepInput, sizes: list[int], *, in_torch: bool) -> bool:
     """Take a step at each size. All sequences have the same memory; what they write there does not matter.
 
     Args: in_torch: False: end with the first step in which batched kernels do not attend to all rows.
@@ -151,15 +168,6 @@ def _warm_up_shapes(
     try:
         for size in sizes:
             while len(slots) < size:
-                given = StepInput(
-                    caches=caches,
-                    num_appended=0,
-                    token_id=0,
-                    position=num_tokens,
-                    num_left=NEW_TOKENS - 1,
-                    stop_ids=frozenset(model.spec.eos_token_ids),
-                    sampler=SequenceSampler(params, (0,), model.spec.vocab_size),
-                )
                 slots.append(runner.join(given))
             runner.launch().wait(_STEP_TIMEOUT_S)
             if not in_torch and not runner.rows_are_launched:

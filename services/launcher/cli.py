@@ -17,10 +17,10 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.launcher.config import HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
+from kvferry.services.launcher.config import HIDDEN_FROM_SERVE, ServeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
-from kvferry.shared.process.command_line import command, make_app, run_app
+from kvferry.shared.process.command_line import CommandLine, run_app
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
@@ -34,7 +34,8 @@ TOOLS = "Measuring and training"
 SERVICES = "Single services"
 OPERATING = "Operating"
 
-app = make_app("kvferry", "Long-context chat whose KV cache is compressed before it travels.", KNOWN_CONFIGS)
+command_line = CommandLine("kvferry", "Long-context chat whose KV cache is compressed before it travels.")
+app, command = command_line.app, command_line.command
 calibrate = App(
     name="calibrate", help="Measure epsilon tables or quality curves of a model, or a machine.", group=TOOLS
 )
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # A command imports what it runs when it runs: `kvferry --help` should not wait for torch.
 
 
-@command(app, ServeConfig, hidden=HIDDEN_FROM_SERVE)
+@command(ServeConfig, hidden=HIDDEN_FROM_SERVE)
 def serve(config: ServeConfig) -> int:
     """Run router, prefill and decode on this machine; takes the options of all three."""
     from kvferry.services.launcher.serve import serve
@@ -64,7 +65,7 @@ def serve(config: ServeConfig) -> int:
     return asyncio.run(serve(config))
 
 
-@command(app, ChatConfig)
+@command(ChatConfig)
 def chat(config: ChatConfig) -> int:
     """Chat with a router in the terminal, in a session; type /help for its commands."""
     from kvferry.tools.chat.conversation import chat
@@ -92,7 +93,7 @@ def launch(name: str, *, url: str = "http://127.0.0.1:8000", api_key: str = "", 
     return launch(name, url=url, api_key=api_key, write=write)
 
 
-@command(app, BenchConfig, group=TOOLS)
+@command(BenchConfig, group=TOOLS)
 def bench(config: BenchConfig) -> int:
     """Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."""
     from kvferry.tools.bench.command import bench
@@ -100,7 +101,7 @@ def bench(config: BenchConfig) -> int:
     return asyncio.run(bench(config))
 
 
-@command(app, PlanConfig, group=TOOLS, hidden=PLAN_HIDDEN)
+@command(PlanConfig, group=TOOLS, hidden=PLAN_HIDDEN)
 def plan(config: PlanConfig) -> int:
     """Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."""
     from kvferry.tools.plan.command import run
@@ -108,7 +109,7 @@ def plan(config: PlanConfig) -> int:
     return run(config)
 
 
-@command(app, DoctorConfig, group=TOOLS)
+@command(DoctorConfig, group=TOOLS)
 def doctor(config: DoctorConfig) -> int:
     """Check this machine for the workers: device, memory, kernels, links; says what to change."""
     from kvferry.tools.doctor.command import run
@@ -116,7 +117,7 @@ def doctor(config: DoctorConfig) -> int:
     return run(config)
 
 
-@command(app, CompileConfig, group=TOOLS)
+@command(CompileConfig, group=TOOLS)
 def compile(config: CompileConfig) -> int:
     """Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."""
     from kvferry.tools.kernel_cache.command import run
@@ -124,7 +125,7 @@ def compile(config: CompileConfig) -> int:
     return run(config)
 
 
-@command(app, EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)
+@command(EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)
 def eval(config: EvalConfig) -> int:
     """Measure what compression costs in accuracy; lists are comma-separated."""
     from kvferry.tools.evaluation.command import run
@@ -132,7 +133,7 @@ def eval(config: EvalConfig) -> int:
     return run(config)
 
 
-@command(calibrate, CalibrateEpsilonConfig, hidden=HIDDEN_OPTIONS)
+@command(CalibrateEpsilonConfig, parent=calibrate, hidden=HIDDEN_OPTIONS)
 def epsilon(config: CalibrateEpsilonConfig) -> int:
     """Measure RDKV's distortion table on a model's own K and V, for the services' --epsilon-tables."""
     from kvferry.tools.evaluation.calibrate import calibrate_epsilon
@@ -140,7 +141,7 @@ def epsilon(config: CalibrateEpsilonConfig) -> int:
     return calibrate_epsilon(config)
 
 
-@command(calibrate, CalibrateQualityConfig, hidden=HIDDEN_OPTIONS)
+@command(CalibrateQualityConfig, parent=calibrate, hidden=HIDDEN_OPTIONS)
 def quality(config: CalibrateQualityConfig) -> int:
     """Fit how much of a prompt each method needs for a wanted quality, for the router's --calibration."""
     from kvferry.tools.evaluation.calibrate import calibrate_quality
@@ -148,7 +149,7 @@ def quality(config: CalibrateQualityConfig) -> int:
     return calibrate_quality(config)
 
 
-@command(calibrate, CalibrateMachineConfig)
+@command(CalibrateMachineConfig, parent=calibrate)
 def machine(config: CalibrateMachineConfig) -> int:
     """Measure how long this machine takes with a model, for kvferry plan --machine."""
     from kvferry.tools.plan.measure import calibrate_machine
@@ -183,7 +184,7 @@ def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
 
 
 @app.command(group=TOOLS)
-def new_key(name: str) -> int:
+def new_key(name: str) -> None:
     """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
 
     Parameters
@@ -195,10 +196,9 @@ def new_key(name: str) -> int:
 
     key, entry = new_key(name)
     sys.stdout.write(f"{key}\n\n{entry}")
-    return 0
 
 
-@command(app, StoredConfig, group=OPERATING)
+@command(StoredConfig, group=OPERATING)
 def sessions(config: StoredConfig) -> int:
     """List an API key's sessions, or delete one."""
     from kvferry.tools.operate.command import stored
@@ -206,7 +206,7 @@ def sessions(config: StoredConfig) -> int:
     return stored("sessions", config)
 
 
-@command(app, StoredConfig, group=OPERATING)
+@command(StoredConfig, group=OPERATING)
 def documents(config: StoredConfig) -> int:
     """List an API key's documents, or delete one."""
     from kvferry.tools.operate.command import stored
@@ -214,7 +214,7 @@ def documents(config: StoredConfig) -> int:
     return stored("documents", config)
 
 
-@command(app, KeysConfig, group=OPERATING)
+@command(KeysConfig, group=OPERATING)
 def keys(config: KeysConfig) -> int:
     """List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."""
     from kvferry.tools.operate.command import keys
@@ -222,28 +222,25 @@ def keys(config: KeysConfig) -> int:
     return keys(config)
 
 
-@command(app, RouterConfig, group=SERVICES)
-def router(config: RouterConfig) -> int:
+@command(RouterConfig, group=SERVICES)
+def router(config: RouterConfig) -> None:
     """Serve the OpenAI HTTP API."""
     from kvferry.services.router.server import run
 
     asyncio.run(run(config))
-    return 0
 
 
-@command(app, PrefillConfig, group=SERVICES)
-def prefill(config: PrefillConfig) -> int:
+@command(PrefillConfig, group=SERVICES)
+def prefill(config: PrefillConfig) -> None:
     """Run prompts, compress and ship their KV, and keep sessions' history."""
     from kvferry.services.prefill.server import run
 
-    asyncio.run(run(config, ends_process=True))
-    return 0
+    asyncio.run(run(config))
 
 
-@command(app, DecodeConfig, group=SERVICES)
-def decode(config: DecodeConfig) -> int:
+@command(DecodeConfig, group=SERVICES)
+def decode(config: DecodeConfig) -> None:
     """Receive compressed KV and generate."""
     from kvferry.services.decode.server import run
 
-    asyncio.run(run(config, ends_process=True))
-    return 0
+    asyncio.run(run(config))

@@ -1,4 +1,4 @@
-"""Options of `kvferry serve`, and which settings classes share one environment."""
+"""Options of `kvferry serve`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from pydantic import Field, model_validator
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
-from kvferry.shared.process.config import LogLevel, ServiceSettings, Settings
+from kvferry.shared.process.config import LogLevel, ServiceSettings
 from kvferry.shared.process.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
-from kvferry.tools.bench.config import BenchConfig
-from kvferry.tools.chat.config import ChatConfig
-from kvferry.tools.doctor.config import DoctorConfig
-from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
-from kvferry.tools.evaluation.config import EvalConfig
-from kvferry.tools.kernel_cache.config import CompileConfig
-from kvferry.tools.operate.config import KeysConfig, StoredConfig
-from kvferry.tools.plan.config import CalibrateMachineConfig, PlanConfig
 
 Role = Literal["prefill", "decode", "router"]
 
@@ -84,21 +76,3 @@ HIDDEN_FROM_SERVE = frozenset(
     }
 )
 """Options of the services that `kvferry serve` sets itself."""
-
-
-KNOWN_CONFIGS: tuple[type[Settings], ...] = (
-    *CONFIGS.values(),
-    ServeConfig,
-    ChatConfig,
-    BenchConfig,
-    PlanConfig,
-    DoctorConfig,
-    CompileConfig,
-    EvalConfig,
-    CalibrateEpsilonConfig,
-    CalibrateQualityConfig,
-    CalibrateMachineConfig,
-    StoredConfig,
-    KeysConfig,
-)
-"""One environment may hold variables of all of these."""

@@ -7,7 +7,6 @@ modules of its own over them, because modules run one pass at a time.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
@@ -20,17 +19,13 @@ from kvferry.services.launcher.config import ServeConfig
 from kvferry.services.launcher.processes import divide_threads
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.server import build_service as build_prefill
-from kvferry.services.router.app import create_app
 from kvferry.services.router.config import RouterConfig
-from kvferry.services.router.http.server import http_server
+from kvferry.services.router.server import start_router
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
-from kvferry.shared.model.generation_config import sampling_defaults
-from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.config import ServiceSettings
 from kvferry.shared.process.worker import load_workers_model, start_service
 from kvferry.shared.telemetry.tracing import setup_tracing
-from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.in_process import InProcessHub
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -57,46 +52,27 @@ class InProcessStack:
         torch.set_num_threads(prefill_threads)
         hub = InProcessHub()
         prefill_config = settings_of(
-            PrefillConfig,
-            config,
-            metrics_listen=config.prefill_metrics_listen,
-            threads=str(prefill_threads),
+            PrefillConfig, config, metrics_listen=config.prefill_metrics_listen, threads=str(prefill_threads)
         )
         model = await load_workers_model(prefill_config)
         prefill, prefill_metrics = await start_service(
-            prefill_config,
-            "prefill",
-            model,
-            partial(build_prefill, prefill_config),
-            hub,
-            self._open,
-            certs=Certs(config.certs, "prefill") if config.certs else None,
+            prefill_config, "prefill", model, partial(build_prefill, prefill_config), hub, self._open
         )
         decode_config = settings_of(
             DecodeConfig, config, metrics_listen=config.decode_metrics_listen, threads=str(decode_threads)
         )
         decode, decode_metrics = await start_service(
-            decode_config,
-            "decode",
-            model.twin(),
-            partial(build_decode, decode_config),
-            hub,
-            self._open,
-            certs=Certs(config.certs, "decode") if config.certs else None,
+            decode_config, "decode", model.twin(), partial(build_decode, decode_config), hub, self._open
         )
         metrics = {"prefill_metrics": prefill_metrics, "decode_metrics": decode_metrics}
         router_config = settings_of(RouterConfig, config, worker_metrics=",".join(metrics.values()))
         interval_s = router_config.status_interval_s
-        app = create_app(
+        address = await start_router(
             router_config,
-            prefill=WorkerPool.of_clients("prefill", {_WORKER: prefill}, status_interval_s=interval_s),
-            decode=WorkerPool.of_clients("decode", {_WORKER: decode}, status_interval_s=interval_s),
-            tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
-            sampling_defaults=await asyncio.to_thread(
-                sampling_defaults, router_config.generation_config, config.model
-            ),
+            WorkerPool.of_clients("prefill", {_WORKER: prefill}, status_interval_s=interval_s),
+            WorkerPool.of_clients("decode", {_WORKER: decode}, status_interval_s=interval_s),
+            self._open,
         )
-        address = await self._open.enter_async_context(http_server(app, router_config))
         self.addresses = {"address": address, **metrics}
 
     async def close(self) -> None:

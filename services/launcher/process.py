@@ -3,6 +3,9 @@
 start ──► starting ──ready file──► running ──exit──► backoff ──► starting ...
              │                        │                 │
              └──exit, timeout: error  └────── stop ─────┴──► stopped (SIGTERM, then SIGKILL)
+
+It ends when the launcher ends, however that happens: the launcher has the other end of a pipe, and when that
+ends the service gets SIGTERM, and the process exits if it has not stopped within `GRACE_S`.
 """
 
 from __future__ import annotations
@@ -10,31 +13,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import random
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
-from kvferry.services.launcher.child import run_service
 from kvferry.shared.errors import ConfigurationError, DeadlineExceeded, KvferryError
-from kvferry.shared.process.command_line import EXIT_USAGE, variable_name
+from kvferry.shared.process.command_line import EXIT_FAILED, EXIT_USAGE, variable_name
 
 logger = structlog.get_logger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+GRACE_S = 5.0
+_READ_BYTES = 4096
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _STABLE_S = 60.0
 _POLL_S = 0.05
 _NVIDIA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-_SHARED_IMPORTS = "kvferry.services.launcher.shared_imports"
+SHARED_IMPORTS = (
+    "transformers.activations",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "kvferry.services.decode.server",
+    "kvferry.services.prefill.server",
+    "kvferry.services.router.server",
+    "kvferry.services.launcher.cli",
+)
+"""What services need that are forked from one process. Importing it starts no thread, looks for no device and
+opens nothing: these do not survive a fork."""
 
 
 def may_use_gpu(device: str) -> bool:
@@ -53,8 +72,10 @@ def process_context(device: str) -> ForkServerContext | SpawnContext:
     """
     if may_use_gpu(device) or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
+    # NumPy's BLAS starts threads when it is imported. The services compute in torch, with threads of its own.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_SHARED_IMPORTS])
+    context.set_forkserver_preload(list(SHARED_IMPORTS))
     return context
 
 
@@ -200,3 +221,53 @@ async def _wait(process: Process) -> int:
             loop.remove_reader(watched)
             os.close(watched)
     return code
+
+
+# ---- in the service's process ------------------------------------------------------------------------------
+
+
+def watch_parent(descriptor: int) -> None:
+    """Start the thread that waits for the end of the pipe."""
+    threading.Thread(target=_await_end, args=(descriptor,), name="launcher-watch", daemon=True).start()
+
+
+def _await_end(descriptor: int) -> None:
+    while os.read(descriptor, _READ_BYTES):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+def run_service(arguments: Sequence[str], variables: Mapping[str, str], lifeline: Connection) -> NoReturn:
+    """Run a command of `kvferry` in this process, and end it with the command's exit code.
+
+    The process becomes the leader of a new session, so that a terminal's Ctrl-C reaches the launcher alone.
+
+    Args:
+        arguments: of the command.
+        variables: for the environment.
+        lifeline: the end of the pipe.
+    """
+    os.setsid()
+    with contextlib.suppress(OSError):  # for `ps -o comm` and `top`, on Linux
+        Path("/proc/self/comm").write_text(f"kvferry-{arguments[0]}", encoding="utf-8")
+    os.environ.update(variables)
+    watch_parent(lifeline.fileno())
+    code = EXIT_FAILED
+    try:
+        # the launcher itself does not need it
+        from kvferry.services.launcher.cli import main
+
+        main(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        # The service has closed everything. Finalizing the interpreter with torch loaded would take another
+        # second, and stopping the launcher would wait for it.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

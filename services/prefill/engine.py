@@ -11,32 +11,33 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
+from functools import partial
 
 import structlog
 import torch
-from torch import Tensor
 
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns
-from kvferry.services.prefill.parts import PrefillRanks, PromptTransfer
+from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
 from kvferry.shared.control.messages import FirstToken
-from kvferry.shared.device.warm_up import needs_warm_up, shown_progress, warm_prefill
+from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.process.freeing_rate import FreeingRate
-from kvferry.shared.process.heartbeat import FRESH_S, Heartbeat
+from kvferry.shared.process.freeing_rate import LONGEST_S
+from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import carrier, stage
-from kvferry.shared.wire.frames import model_fields
 from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.receiver import model_fields
 
 log = structlog.get_logger(__name__)
 
@@ -51,16 +52,6 @@ _PROJECTIONS = 4
 """A token's projections take about as long as attending to this many times the layer's width of tokens."""
 _HISTORY_CREDIT_BYTES = 64 << 20
 """Credit for one turn's returned KV."""
-
-
-class _ProbeObserver:
-    """No-op observer for probes."""
-
-    def history(self, layer: int) -> None:
-        return None
-
-    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        pass
 
 
 class PrefillEngine:
@@ -99,8 +90,6 @@ class PrefillEngine:
         self._metrics = metrics
         self._config = config
         self._clock = clock
-        self._started = FreeingRate(clock)
-        """Places in the line that became free because their job was started."""
         self._next_look_s = 0.0
         self._copies = host_copies(model.device)
         # A cancelled pass may still be handing a layer over when the next one begins.
@@ -143,12 +132,8 @@ class PrefillEngine:
     @property
     def is_wedged(self) -> bool:
         """See `Heartbeat.is_wedged`; for the service's sweeper."""
-        heartbeat = self.heartbeat
         ignores_work = self._has_worked and self._schedule.has_waiting and not self._schedule.started
-        if (heartbeat.waits and not ignores_work) or self._clock() - heartbeat.last_s < FRESH_S:
-            heartbeat.mark = None
-            return False
-        return heartbeat.is_wedged(self._thread)
+        return self.heartbeat.is_wedged(self._thread, may_rest=self.heartbeat.waits and not ignores_work)
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +168,7 @@ class PrefillEngine:
         return CapacityExceeded(
             f"{num_waiting} requests wait for prefill; at most {self._config.max_waiting} may",
             reason="queue_full",
-            retry_after_s=self._started.wait_s(1),
+            retry_after_s=min(max(1.0, self._schedule.left_s), LONGEST_S),
         )
 
     def withdraw(self, job: PrefillJob) -> None:
@@ -218,9 +203,7 @@ class PrefillEngine:
                     self.heartbeat.waits = False
                 if self._stopping:
                     return None
-                started = self._schedule.start_next(self._clock())
-                if started is not None:
-                    self._started.add(1)
+                if (started := self._schedule.start_next(self._clock())) is not None:
                     return started
             self._probe()
 
@@ -234,8 +217,6 @@ class PrefillEngine:
         self._next_look_s = now_s + _LOOK_INTERVAL_S
         with self._condition:
             overtaking = self._schedule.overtake(now_s)
-            if overtaking is not None:
-                self._started.add(1)
         if overtaking is not None:
             self._run(overtaking)
             job.check_cancelled()
@@ -250,16 +231,13 @@ class PrefillEngine:
 
     def _probe(self) -> None:
         token = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        self._model.prefill(token, start=0, observer=_ProbeObserver())
-        self._progress()
-
-    def _progress(self) -> None:
+        self._model.prefill(token, start=0, observer=CollectingPass(self._model))
         self.heartbeat.last_s = self._clock()
         self._has_worked = True
 
     def _layer_done(self, started: Started, layer: int) -> None:
         started.fraction = (layer + 1) / self._model.spec.num_layers
-        self._progress()
+        self.heartbeat.last_s = self._clock()
 
     def _work(self, job: PrefillJob) -> float:
         """A prompt's work, in arbitrary units: its tokens' projections, and their attention."""
@@ -312,43 +290,42 @@ class PrefillEngine:
             job,
             model=self._model,
             copies=self._copies,
-            pauses=Pauses(lambda: self._pause(job)) if is_long else None,
-            open_transfer=lambda measured: self._open(job, measured),
-            progress=lambda layer: self._layer_done(started, layer),
+            pauses=Pauses(partial(self._pause, job)) if is_long else None,
+            open_transfer=partial(self._open, job),
+            progress=partial(self._layer_done, started),
             heartbeat=self.heartbeat,
             # Without the time for which it is overtaken.
             clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
             pool=self._handing,
             pool_clock=self._clock,
         )
-        logits = layers.run(lambda miss: self.turns.missed(job, miss))
+        logits = layers.run(partial(self.turns.missed, job))
         assert job.transfer is not None
-        token, *sibling_tokens = (sampler.sample(logits) for sampler in job.samplers)
+        token, *sibling_tokens = [sampler.sample(logits) for sampler in job.samplers]
         job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
-        self.turns.end(job, layers.rows.positions)
-        turn, kept_map, now_s = job.turn, layers.rows.kept_map, self._clock()
+        rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
+        self.turns.end(job, rows)
+        ran_s, bins, num_tokens = started.ran_s(now_s), request.retained_bins, len(request.prompt_token_ids)
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
             method=job.resolved.method,
             reused_tokens=job.num_reused,
-            full_bytes=spec.full_bytes(len(request.prompt_token_ids)),
-            prefill_s=started.ran_s(now_s),
+            full_bytes=spec.full_bytes(num_tokens),
+            prefill_s=ran_s,
             compress_s=layers.times.compress_s,
-            queue_s=now_s - job.submitted_s - started.ran_s(now_s),
+            queue_s=now_s - job.submitted_s - ran_s,
             reuse_source=turn.reuse_source if turn is not None else "session",
-            retained_fractions=kept_map.fractions() if kept_map is not None else (),
+            retained_fractions=kept_fractions(rows.positions, num_tokens, bins) if bins else (),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             sibling_tokens=tuple(sibling_tokens),
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
-        if not request.probe:
-            self._metrics.prefill_tokens.labels(spec.name).inc(len(request.prompt_token_ids) - job.num_reused)
-            self._observe(first, layers.times, reused_by_tier if turn is not None else None)
+        self._observe(job, first, layers.times)
         return first
 
-    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> PromptTransfer:
+    def _open(self, job: PrefillJob, measured: ResolvedPlan) -> None:
         """Open the transfer of the final plan."""
         is_final = measured is job.resolved
         with job.lock:
@@ -358,14 +335,13 @@ class PrefillEngine:
                 measured,
                 job.formats if is_final else make_formats(self._model.spec, measured),
                 retained=job.retained,
-                num_bins=job.request.retained_bins,
-                with_positions=job.retained_as is not None,
+                with_positions=job.request.retained_bins > 0
+                or (job.retained_as is not None and job.has_plain_rows),
                 with_rows=job.turn is not None,
                 keeps_failed=not job.request.probe,
                 timeout_s=self._config.transfer_timeout_s,
                 left_s=max(0.0, job.deadline_s - self._clock()),
             )
-            return job.transfer
 
     def _manifest(self, job: PrefillJob, measured: ResolvedPlan) -> Manifest:
         request, resolved = job.request, job.resolved
@@ -387,16 +363,16 @@ class PrefillEngine:
             retained_depth=job.retained.depth if job.retained is not None else 0,
         )
 
-    def _observe(self, first: FirstToken, times: PassTimes, reused: dict[str, int] | None) -> None:
-        """Args: reused: tokens by tier; None without a session."""
-        model, metrics = self._model.spec.name, self._metrics
+    def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:
+        model, metrics, turn = self._model.spec.name, job.metrics, job.turn
+        metrics.prefill_tokens.labels(model).inc(len(job.request.prompt_token_ids) - first.reused_tokens)
         metrics.queue.labels("prefill").observe(first.queue_s)
         metrics.prefill.labels(model, first.method).observe(first.prefill_s)
         metrics.compress.labels(model, first.method).observe(times.compress_s)
         metrics.pack.labels(model, first.method).observe(times.pack_s)
-        if reused is not None:
+        if turn is not None:
             metrics.history_store.labels(model).observe(times.history_store_s)
-            for tier, num_tokens in reused.items():
+            for tier, num_tokens in turn.reused_by_tier.items():
                 metrics.history_reused_tokens.labels(tier).inc(num_tokens)
         if first.reused_tokens:
             metrics.history_load.labels(model).observe(times.history_load_s)

@@ -12,7 +12,7 @@ import structlog
 
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
-from kvferry.shared.cache.delta import Positions, RetainedChain, RetainedRows, ShippedSelections
+from kvferry.shared.cache.delta import RetainedChain, RetainedRows, ShippedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
 from kvferry.shared.control.messages import (
     FirstToken,
@@ -55,15 +55,16 @@ class PrefillJob:
 
     Attributes:
         deadline_s: of the whole request; nobody commits its turn much later.
+        metrics: where it is counted.
         router: whose request it is.
         work: how much computing its pass takes, in units of the engine's; set when it is submitted.
         history_source: how the turn got its history; None if there was none.
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
         samplers: of the request's completion, and of its siblings.
+        has_plain_rows: whether every layer has, which decode can retain.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
-        saved_bytes: size of the rows that were not shipped for this reason.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PrefillJob:
         *,
         submitted_s: float,
         deadline_s: float,
+        metrics: PrefillMetrics,
         matchers: Sequence[TokenMatcher | None] = (),
     ) -> None:
         """Args: request: its ticket has a plan; matchers: at the beginning of its grammar, one for each
@@ -84,6 +86,7 @@ class PrefillJob:
         self.request = request
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
+        self.has_plain_rows = all([fmt.is_plain for fmt in self.formats])
         self.num_observed = num_observed_queries(self.resolved, self.formats)
         self.samplers = [
             SequenceSampler(
@@ -97,6 +100,7 @@ class PrefillJob:
         ]
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
+        self.metrics = metrics
         self.work = 0.0
         self.owner = request.owner or (request.session.owner if request.session is not None else "")
         self.priority = request.priority
@@ -110,7 +114,6 @@ class PrefillJob:
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
         self.retained: RetainedChain | None = None
-        self.saved_bytes = 0
         self._cancellation: KvferryError | None = None
 
     @property
@@ -231,19 +234,23 @@ class SessionTurns:
             max_reused_tokens=request.max_reused_tokens,
         )
         turn.belong_to(job.router, job.deadline_s + _COMMIT_GRACE_S)
-        if not request.session.is_implicit:
-            self._receiver.expect(
-                request.request_id,
-                job.key,
-                start=len(request.prompt_token_ids),
-                max_tokens=request.sampling.max_tokens,
-            )
+        self.expect(job)
         if turn.reused_tokens:
             job.retained = self._retained(job)
             job.history_source = "fetch" if job.retained is None else "delta"
             self._metrics.history_choices.labels(job.history_source, "order").inc()
         elif request.has_history:
             job.history_source = "recompute"
+
+    def expect(self, job: PrefillJob) -> None:
+        """Let decode return the KV of the turn's generated tokens, if they are part of a session's."""
+        if job.turn is not None and not job.turn.session.is_implicit:
+            self._receiver.expect(
+                job.request.request_id,
+                job.key,
+                start=len(job.request.prompt_token_ids),
+                max_tokens=job.request.sampling.max_tokens,
+            )
 
     def missed(self, job: PrefillJob, miss: HistoryMiss) -> None:
         """Count a failed load and restart the staged turn without cached KV."""
@@ -254,22 +261,19 @@ class SessionTurns:
         job.history_source = "recompute"
         self._metrics.history_choices.labels("recompute", "miss").inc()
 
-    def end(self, job: PrefillJob, positions: dict[int, Positions | None]) -> None:
-        """After the last layer was passed to the sender: record the rows that decode will retain.
-
-        Args: positions: of the rows of each layer, if every format has plain rows.
-        """
+    def end(self, job: PrefillJob, rows: ShippedRows) -> None:
+        """After the last layer was passed to the sender: record the rows that decode will retain."""
         session = job.retained_as
         if session is None:
             return
-        if not all(fmt.is_plain for fmt in job.formats):
+        if not job.has_plain_rows:
             self.shipped.drop(session)
             return
         selection = RetainedRows(
             transfer_id=job.key.transfer_id,
             num_prompt_tokens=job.resolved.num_prompt_tokens,
             num_tokens=job.resolved.num_prompt_tokens,
-            layers=tuple(map(positions.__getitem__, range(len(job.formats)))),
+            layers=rows.layers(),
         )
         # Rows recomputed after a miss may differ from those of earlier turns.
         self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)
@@ -281,8 +285,7 @@ class SessionTurns:
             return None
         if turn.reuse_source != "session" and not turn.session.is_implicit:
             return None
-        exact = self._is_exact and all(fmt.is_plain for fmt in job.formats)
-        if not exact or ticket.retained_transfer_id == 0:
+        if not (self._is_exact and job.has_plain_rows) or ticket.retained_transfer_id == 0:
             return None
         return self.shipped.retained(
             session,

@@ -12,30 +12,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from kvferry.services.prefill.config import PrefillConfig
-from kvferry.shared.cache.delta import NEW_ROWS, RetainedChain, ShippedRows, delta_parts
+from kvferry.services.prefill.host_copies import HostCopies
+from kvferry.shared.cache.delta import (
+    NEW_ROWS,
+    RetainedChain,
+    ShippedRows,
+    delta_parts,
+    delta_tensors,
+    head_positions,
+)
 from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
+from kvferry.shared.compression.formats.interface import Encoded, InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import (
     Cancelled,
-    ConfigurationError,
     KvferryError,
     TransferFailed,
     WorkerUnavailable,
 )
 from kvferry.shared.model.interface import Division, LanguageModel
-from kvferry.shared.model.parallel.messages import Call
 from kvferry.shared.model.parallel.model import ParallelModel
-from kvferry.shared.wire.frames import part_key
+from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
+from kvferry.shared.wire.receiver import part_key
+from kvferry.shared.wire.sender import BlockSender
 
 PREFILL_RANK = "kvferry.services.prefill.rank:PrefillRank"
 """The class of the other ranks, for `load_parallel_model`."""
@@ -49,14 +58,17 @@ class PromptTransfer:
         prefill        | rank 0    | rank 1    |
         parts, decode  | 0   | 1   | 2   | 3   |
 
-    Attributes: division: how ranks that ship their heads themselves divide the prompt's; None: this one ships
-        all.
+    Attributes:
+        division: how ranks that ship their heads themselves divide the prompt's; None: this one ships all.
+        rows: what is known of those shipped; of all heads once the last layer is sent.
+        sending_s: seconds that sending took.
 
     Args:
         manifest: of all heads.
         formats: of the layers, of the heads that are shipped here.
         retained: rows that decode retains, of these heads.
         rank, num_ranks: of prefill, where each ships its heads itself; decode has as many or a multiple.
+        with_positions: whether `rows` is to have the positions of rows.
         keeps_failed: as of `BlockSender.open`; of one part.
 
     Raises: TransferFailed: the heads cannot be divided among so many ranks, or as `BlockSender.open`.
@@ -73,6 +85,7 @@ class PromptTransfer:
         retained: RetainedChain | None = None,
         rank: int = 0,
         num_ranks: int = 1,
+        with_positions: bool = False,
         keeps_failed: bool = False,
     ) -> None:
         endpoints = (ticket.endpoint, *ticket.part_endpoints)
@@ -85,8 +98,12 @@ class PromptTransfer:
             )
         num_own = len(endpoints) // num_ranks
         self.formats = formats
-        self.retained = retained
         self.division: Division | None = None
+        self.rows = ShippedRows()
+        self.sending_s = 0.0
+        self._num_parts = len(endpoints)
+        self._retained = retained
+        self._with_positions = with_positions
         self._parts: list[OutgoingTransfer] = []
         try:
             for number in range(rank * num_own, (rank + 1) * num_own):
@@ -103,22 +120,49 @@ class PromptTransfer:
             self._abort_parts("aborted")
             raise
 
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
+    def begin_layer(
+        self, layer: int, encoded: Encoded, copies: HostCopies, clock: Callable[[], float]
+    ) -> Callable[[], None]:
+        """Begin to copy a layer of these heads to the host.
+
+        Args: clock: seconds, on the thread that sends.
+        Returns: waits for the copies and sends them; for another thread.
+        """
+        fmt = self.formats[layer]
+        if self._retained is not None:
+            whole = encoded.finish(encoded.tensors)
+            tensors = delta_tensors(whole, layer, self._retained)
+            saved = [whole[name].nbytes - tensors[name].nbytes for name in fmt.shape.row_names]
+            self.rows.saved_bytes += sum(saved)
+            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
+        arrived = copies.start(encoded.tensors)
+
+        def send() -> None:
+            begin_s = clock()
+            with stage("ship", layer=layer):
+                copied = encoded.finish(arrived())
+                if self._with_positions:
+                    self.rows.positions[layer] = head_positions(fmt, copied)
+                self.send_layer(layer, copied)
+            self.sending_s += clock() - begin_s
+
+        return send
+
+    def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Args: tensors: of all its heads, on the host."""
-        if len(self._parts) == 1:
-            self._parts[0].send_layer(layer, tensors)
-            return
-        kinds = {its.name: its.kind for its in tensors}
-        whole = {its.name: its.tensor for its in tensors}
         fmt, number = self.formats[layer], len(self._parts)
-        try:
-            divided = delta_parts(fmt, whole, number) if NEW_ROWS in whole else fmt.parts(whole, number)
-        except InvalidTensors as error:
-            failed = TransferFailed(f"layer {layer}: {error}", reason=error.reason)
-            self._abort_parts(error.reason)
-            raise failed from error
-        for part, of_part in zip(self._parts, divided, strict=True):
-            named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in of_part.items()]
+        kinds = {NEW_ROWS: "index", **fmt.kinds}
+        divided: Sequence[Tensors] = (tensors,)
+        if number > 1:
+            try:
+                divided = (
+                    delta_parts(fmt, tensors, number) if NEW_ROWS in tensors else fmt.parts(tensors, number)
+                )
+            except InvalidTensors as error:
+                self._abort_parts(error.reason)
+                raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
+        for part, heads in zip(self._parts, divided, strict=True):
+            named = [NamedTensor(name=name, tensor=heads[name], kind=kinds[name]) for name in heads]
             part.send_layer(layer, named)
 
     def finish(self, end: EndRecord) -> None:
@@ -134,7 +178,7 @@ class PromptTransfer:
         first.wait_for(lambda: any(its.has_failed for its in self._parts) or self.is_over, timeout_s)
         try:
             in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
-            return max(its.wait(max(0.0, deadline_s - time.monotonic())) for its in in_order)
+            return max([part.wait(max(0.0, deadline_s - time.monotonic())) for part in in_order])
         except BaseException:
             self._abort_parts("aborted")
             raise
@@ -147,31 +191,27 @@ class PromptTransfer:
         for part in self._parts:
             part.abort(reason)
 
-    def add_rows(self, rows: ShippedRows) -> None:
-        """Add what other ranks have shipped, once all layers are sent. Args: rows: of the heads from here."""
-
     def redirect(self, ticket: Ticket) -> None:
         """See `OutgoingTransfer.redirect`. Several parts are not sent again, nor one in several."""
-        if len(self._parts) == 1 and not ticket.part_endpoints:
-            self._parts[0].redirect(ticket)
-            return
-        raise TransferFailed(
-            f"a transfer of {len(self._parts)} parts ({self._parts[0].key}) cannot be sent to another worker",
-            reason="resend",
-        )
+        if self._num_parts > 1 or ticket.part_endpoints:
+            raise TransferFailed(
+                f"a transfer of {self._num_parts} parts ({self._parts[0].key}) cannot be sent to another "
+                "worker",
+                reason="resend",
+            )
+        self._parts[0].redirect(ticket)
 
     @property
     def is_over(self) -> bool:
-        return all(its.is_over for its in self._parts)
+        return all([part.is_over for part in self._parts])
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """See `OutgoingTransfer.bytes_by_kind`: of all parts."""
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for part in self._parts:
-            for kind, size_bytes in part.bytes_by_kind.items():
-                total[kind] = total.get(kind, 0) + size_bytes
-        return total
+            total.update(part.bytes_by_kind)
+        return dict(total)
 
     @property
     def resent_bytes(self) -> int:
@@ -196,7 +236,7 @@ class PrefillRanks:
     def start(self, settings: PrefillConfig, on_connected: Callable[[str], None]) -> None:
         """Have the other ranks make their block senders; waits until they have.
 
-        Args: on_connected: as of `BlockTransport.sender`.
+        Args: on_connected: as of `BlockTransport.connecting`.
         Raises: ConfigurationError: one cannot.
         """
         if self._lead is None:
@@ -215,10 +255,7 @@ class PrefillRanks:
                 getattr(transfer, name)(rank, *args[1:])
 
         self._lead.on_note = on_note
-        start = self._lead.ask("start", settings)
-        for rank, answer in enumerate(start(timeout_s=_START_TIMEOUT_S), 1):
-            if isinstance(answer, KvferryError):
-                raise ConfigurationError(f"rank {rank} of {self.num_ranks}: {answer.message}")
+        self._lead.ask("start", settings)(timeout_s=_START_TIMEOUT_S)
 
     def open(
         self,
@@ -228,7 +265,6 @@ class PrefillRanks:
         formats: Sequence[LayerFormat],
         *,
         retained: RetainedChain | None,
-        num_bins: int,
         with_positions: bool,
         with_rows: bool,
         keeps_failed: bool,
@@ -241,43 +277,40 @@ class PrefillRanks:
             manifest: of all heads.
             plan: with the rows that prefill has measured; formats: by it, of all heads.
             retained: rows that decode retains, of all heads.
-            num_bins: as of `KeptMap`; 0: none is wanted.
-            with_positions: whether the positions of rows are wanted.
+            with_positions, keeps_failed, timeout_s: as of `PromptTransfer`.
             with_rows: as of `Division`.
-            keeps_failed, timeout_s: as of `BlockSender.open`.
             left_s: until it is over, at the latest.
 
         Raises: TransferFailed, ProtocolMismatch: as `PromptTransfer`; WorkerUnavailable: a rank is lost.
         """
         if self._lead is None or not compresses_heads_apart(plan, formats) or num_draft_tokens(plan):
             return PromptTransfer(
-                self.sender, ticket, manifest, formats,
-                timeout_s=timeout_s, retained=retained, keeps_failed=keeps_failed,
+                self.sender, ticket, manifest, formats, timeout_s=timeout_s, retained=retained,
+                with_positions=with_positions, keeps_failed=keeps_failed,
             )  # fmt: skip
         size = self._part_spec.num_kv_heads
-        chains = [_of_heads(retained, rank * size, size) for rank in range(self.num_ranks)]
+        firsts = range(0, size * self.num_ranks, size)
+        chains = [retained.of_heads(first, size) if retained is not None else None for first in firsts]
         transfer = RankedTransfer(
             self, ticket, manifest, make_formats(self._part_spec, plan),
-            timeout_s=timeout_s, retained=chains[0], deadline_s=time.monotonic() + left_s,
+            timeout_s=timeout_s, retained=chains[0], with_positions=with_positions, left_s=left_s,
             division=Division(plan=plan, with_rows=with_rows, transfer=manifest.key),
         )  # fmt: skip
         self._transfers[manifest.key] = transfer
-        args = [(ticket, manifest, plan, chain, num_bins, with_positions, left_s) for chain in chains[1:]]
+        args = [(ticket, manifest, plan, chain, with_positions, left_s) for chain in chains[1:]]
         try:
-            self._lead.commands([Call(name="ship", args=its) for its in args])
+            self._lead.call_each("ship", args)
         except WorkerUnavailable:
             transfer.abort("rank_lost")
             raise
         return transfer
 
-    def abort(self, key: TransferKey, reason: str) -> None:
-        """Abort the others' parts, also while a pass runs."""
+    def end(self, key: TransferKey, reason: str = "") -> None:
+        """Nothing more is wanted of a transfer. Args: reason: to abort it, also while a pass runs."""
         assert self._lead is not None, "there are other ranks"
-        self._lead.aside((key, reason))
-
-    def forget(self, key: TransferKey) -> None:
-        """Nothing more is wanted of a transfer."""
-        if self._transfers.pop(key, None) is not None and self._lead is not None:
+        if reason:
+            self._lead.aside((key, reason))
+        if self._transfers.pop(key, None) is not None:
             with suppress(WorkerUnavailable):  # nothing is left of a lost rank
                 self._lead.call("forget", key)
 
@@ -286,7 +319,7 @@ class RankedTransfer(PromptTransfer):
     """A prompt's transfer of which each rank ships its heads, this one the first ones. If one rank's fails,
     all do.
 
-    Args: as of `PromptTransfer`, of this rank's heads; deadline_s: by which it is over, monotonic seconds.
+    Args: as of `PromptTransfer`, of this rank's heads; left_s: until it is over, at the latest.
     """
 
     def __init__(
@@ -298,78 +331,60 @@ class RankedTransfer(PromptTransfer):
         *,
         timeout_s: float,
         retained: RetainedChain | None,
-        deadline_s: float,
+        with_positions: bool,
+        left_s: float,
         division: Division,
     ) -> None:
         super().__init__(
-            ranks.sender, ticket, manifest, formats,
-            timeout_s=timeout_s, retained=retained, num_ranks=ranks.num_ranks,
+            ranks.sender, ticket, manifest, formats, timeout_s=timeout_s, retained=retained,
+            num_ranks=ranks.num_ranks, with_positions=with_positions,
         )  # fmt: skip
         self.division = division
         self._key = manifest.key
         self._ranks = ranks
-        self._deadline_s = deadline_s
+        self._deadline_s = time.monotonic() + left_s
         self._condition = threading.Condition()
         self._error: KvferryError | None = None
         self._sent = dict.fromkeys(range(1, ranks.num_ranks), -1)
         self._rows: dict[int, ShippedRows] = {}
         self._seconds: dict[int, float] = {}
-        self._bytes: list[Mapping[str, int]] = []
+        self._bytes = Counter[str]()
         self._resent_bytes = 0
 
-    def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
+    def send_layer(self, layer: int, tensors: Tensors) -> None:
         """See `OutgoingTransfer.send_layer`. Returns when all ranks have given the layer to their senders, so
         that the prompt's pass waits for the slowest of them here. Args: tensors: of this rank's heads."""
-        try:
+        with self._one_for_all():
             super().send_layer(layer, tensors)
-        except KvferryError as error:
-            raise self.fail(error) from error
-        self._await(
-            lambda: min(self._sent.values()) >= layer, self._deadline_s, f"layer {layer} was not sent"
-        )
-
-    def add_rows(self, rows: ShippedRows) -> None:
-        """See `PromptTransfer.add_rows`."""
-        for rank in sorted(self._sent):
-            rows.add_heads(self._rows[rank])
+        what = f"layer {layer} was not sent"
+        self._await(lambda: min(self._sent.values()) >= layer, self._deadline_s, what)
+        for rank in sorted(self._sent) if layer == len(self.formats) - 1 else ():
+            self.rows.add_heads(self._rows[rank])
 
     def finish(self, end: EndRecord) -> None:
         """See `OutgoingTransfer.finish`. The others have finished theirs."""
-        try:
+        with self._one_for_all():
             super().finish(end)
-        except KvferryError as error:
-            raise self.fail(error) from error
 
     def wait(self, timeout_s: float) -> float:
         """See `OutgoingTransfer.wait`: the seconds of the rank that took longest."""
         deadline_s = time.monotonic() + timeout_s
-        try:
+        with self._one_for_all():
             own_s = super().wait(timeout_s)
-        except KvferryError as error:
-            raise self.fail(error) from error
         self._await(lambda: len(self._seconds) == len(self._sent), deadline_s, "it was not acknowledged")
-        self._ranks.forget(self._key)
+        self._ranks.end(self._key)
         return max(own_s, *self._seconds.values())
 
     def abort(self, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
         self.fail(Cancelled(f"transfer was aborted: {reason}", reason="aborted"), reason=reason)
 
-    def redirect(self, ticket: Ticket) -> None:
-        """Raises: TransferFailed ("resend"): what several ranks ship is not sent again."""
-        raise TransferFailed(
-            f"a transfer of {self._ranks.num_ranks} ranks ({self._key}) cannot be sent to another worker",
-            reason="resend",
-        )
-
     @property
     def bytes_by_kind(self) -> dict[str, int]:
         """See `OutgoingTransfer.bytes_by_kind`: of all ranks, once it is acknowledged."""
-        total = super().bytes_by_kind
-        for its in self._bytes:
-            for kind, size_bytes in its.items():
-                total[kind] = total.get(kind, 0) + size_bytes
-        return total
+        total = Counter(super().bytes_by_kind)
+        total.update(self._bytes)
+        return dict(total)
 
     @property
     def resent_bytes(self) -> int:
@@ -391,7 +406,7 @@ class RankedTransfer(PromptTransfer):
         """Decode has a rank's heads. Args: as of `OutgoingTransfer`."""
         with self._condition:
             self._seconds[rank] = transfer_s
-            self._bytes.append(bytes_by_kind)
+            self._bytes.update(bytes_by_kind)
             self._resent_bytes += resent_bytes
             self._condition.notify_all()
 
@@ -407,9 +422,18 @@ class RankedTransfer(PromptTransfer):
             self._error = error
             self._condition.notify_all()
         self._abort_parts(reason or error.reason)
-        self._ranks.abort(self._key, reason or error.reason)
-        self._ranks.forget(self._key)
+        self._ranks.end(self._key, reason or error.reason)
         return error
+
+    @contextmanager
+    def _one_for_all(self) -> Iterator[None]:
+        """If this rank's heads fail here, all do. Raises: why the transfer failed first."""
+        try:
+            yield
+        except KvferryError as error:
+            if (first := self.fail(error)) is not error:
+                raise first from error
+            raise
 
     def _await(self, is_so: Callable[[], bool], deadline_s: float, what: str) -> None:
         """Raises: why the transfer failed; TransferFailed ("timeout"): it is not so by then."""
@@ -420,9 +444,3 @@ class RankedTransfer(PromptTransfer):
                 raise self._error
         if not in_time:
             raise self.fail(TransferFailed(f"{what} by another rank within {left_s:.1f} s", reason="timeout"))
-
-
-def _of_heads(chain: RetainedChain | None, first: int, number: int) -> RetainedChain | None:
-    if chain is None:
-        return None
-    return replace(chain, selections=tuple(its.of_heads(first, number) for its in chain.selections))

@@ -16,26 +16,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvferry.services.prefill.host_copies import Arrived, Elapsed, HandOver, HostCopies
+from kvferry.services.prefill.host_copies import Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
-from kvferry.services.prefill.parts import PromptTransfer
-from kvferry.services.prefill.prompt_logprobs import PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
-from kvferry.shared.cache.delta import NEW_ROWS, ShippedRows, delta_tensors, layer_positions
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import add_draft
-from kvferry.shared.compression.formats import encode_layer, make_formats
-from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
+from kvferry.shared.compression.formats import encode_layer
+from kvferry.shared.compression.formats.interface import Encoded, Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
-from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.heartbeat import Heartbeat
+from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.tracing import stage
-from kvferry.shared.wire.messages import NamedTensor
 
 _EMPTY = Encoded(tensors=())
 """A layer of which nothing is shipped."""
@@ -51,67 +46,49 @@ class PassTimes:
     history_store_s: float = 0.0
 
 
-class LayerShipper:
-    """Ships the layers of one prompt, of the heads that the formats have.
+class PromptLogprobs:
+    """Each token of a prompt after the first with its log-probability given those before it, from its pass.
 
-    Args: clock: seconds, on the thread that sends.
-
-    Attributes: rows: what was shipped; sending_s: seconds that sending took.
+    Args: count: how many alternatives each token gets.
+    Attributes: tokens: so far.
     """
 
-    def __init__(
-        self, spec: ModelSpec, copies: HostCopies, rows: ShippedRows, clock: Callable[[], float]
-    ) -> None:
-        self.rows = rows
-        self.sending_s = 0.0
-        self._clock = clock
-        self._spec = spec
-        self._copies = copies
+    def __init__(self, token_ids: Sequence[int], count: int) -> None:
+        self.tokens: list[SampledToken] = []
+        self._token_ids = token_ids
+        self._count = count
 
-    def begin(
-        self, transfer: PromptTransfer, fmt: LayerFormat, layer: int, encoded: Encoded
-    ) -> Callable[[], None]:
-        """Begin to copy a layer to the host. Returns: waits for that and sends it; for another thread."""
-        if (retained := transfer.retained) is not None:
-            tensors = encoded.finish(encoded.tensors)
-            num_rows = tensors["keys"][:, :, 0].numel()
-            tensors = delta_tensors(tensors, layer, retained)
-            num_saved = num_rows - int(tensors[NEW_ROWS].sum())
-            self.rows.saved_bytes += len(self._spec.row_names) * self._spec.row_bytes(layer) * num_saved
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-        kinds = {NEW_ROWS: "index", **fmt.kinds}
-        arrived = self._copies.start(encoded.tensors)
-
-        def send() -> None:
-            begin_s = self._clock()
-            with stage("ship", layer=layer):
-                copied = encoded.finish(arrived())
-                if self.rows.kept_map is not None:
-                    self.rows.kept_map.add(layer, fmt.positions_by_head(copied))
-                if fmt.is_plain:
-                    self.rows.positions[layer] = layer_positions(copied)
-                named = [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in copied.items()]
-                transfer.send_layer(layer, named)
-            self.sending_s += self._clock() - begin_s
-
-        return send
+    def add(self, first: int, logits: Tensor) -> None:
+        """Args: logits `[t, V]` of the tokens at positions `first` and after; they predict the next ones."""
+        following = self._token_ids[first + 1 : first + 1 + logits.shape[0]]
+        logprobs = logits[: len(following)].to(torch.float64).log_softmax(-1)
+        own = logprobs[range(len(following)), list(following)].tolist()
+        values, ids = (top.tolist() for top in logprobs.topk(min(self._count, logprobs.shape[1])))
+        for i, token_id in enumerate(following):
+            self.tokens.append(
+                SampledToken(
+                    token_id=token_id,
+                    index=first + 1 + i,
+                    logprob=own[i],
+                    top_logprobs=tuple(zip(ids[i], values[i], strict=True)),
+                )
+            )
 
 
 class PromptPass:
     """Implements `DividingObserver` and `LayerStates` for one prompt.
 
-        open ──► layer_done: compress, ship ──► store: ship the state ──► ...
-        layer_done: measure ──► ... ──► open ──► compress, ship each      (measured layer budgets)
-        layer_done: wait ──► ... ──► draft, open ──► compress, ship each  (a draft)
-        open ──► layer_compressed: ship ──► ...    (several ranks, each compresses and ships its heads)
+        layer_done ──► compress ──────────────────────────────────────────┐
+        layer_done ──► measure, wait ──► pass ends ──► draft ──► compress ┼──► ship, stage
+        layer_compressed, store ──────────────────────────────────────────┘
 
-    Layers are shipped in order: one that is complete before an earlier one waits. If a layer's history turns
-    out lost, the whole prompt is run. This second run ships only the layers that the first did not, if the
-    method is exact; else the pass fails, because the answers in the history have other rows than prefill
-    computes, and layers with and without them make a cache that no run in one process gives.
+    Layers wait if the plan measures its layer budgets or drafts; the transfer is opened when they need not
+    wait any more. They are shipped in order: one that is complete before an earlier one waits. If a layer's
+    history turns out lost, the whole prompt is run. This second run ships only the layers that the first did
+    not, if the method is exact; else the pass fails, because the answers in the history have other rows than
+    prefill computes, and layers with and without them make a cache that no run in one process gives.
 
     Attributes:
-        rows: what is known of those shipped; of all heads once the pass is over.
         logprobs: of the prompt's tokens; None if the request wants none.
     """
 
@@ -122,7 +99,7 @@ class PromptPass:
         model: LanguageModel,
         copies: HostCopies,
         pauses: Pauses | None,
-        open_transfer: Callable[[ResolvedPlan], PromptTransfer],
+        open_transfer: Callable[[ResolvedPlan], None],
         progress: Callable[[int], None],
         heartbeat: Heartbeat,
         clock: Callable[[], float],
@@ -132,25 +109,24 @@ class PromptPass:
         """Args:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
             of several ranks while it compresses only. None: the pass is not interrupted.
-        open_transfer: called once, with the plan to ship.
+        open_transfer: called once, with the plan to ship; attaches the transfer to the job.
         progress: called after each layer, with its number.
         heartbeat: told of waits for stored history and for the layer that is being handed over.
         clock: seconds of this pass.
         pool, pool_clock: where layers are handed over, and seconds there.
         """
         self.times = PassTimes()
-        bins = job.request.retained_bins
-        kept_map = KeptMap(num_tokens=job.resolved.num_prompt_tokens, num_bins=bins) if bins else None
-        self.rows = ShippedRows(kept_map=kept_map)
-        self._shipper = LayerShipper(model.spec, copies, self.rows, pool_clock)
         count = job.request.prompt_logprobs
         self.logprobs = PromptLogprobs(job.request.prompt_token_ids, count) if count is not None else None
         self._job = job
+        self._plan = job.resolved
         self._model = model
         self._copies = copies
         self._pauses = pauses or Pauses(lambda: None)
         self._is_long = pauses is not None
         self._pauses_in_model = model.num_ranks == 1
+        self._num_distinct = 1 if model.spec.latent_dim else 2
+        """Of K and V, how many are copied: of latent rows V is a view of K."""
         self._open_transfer = open_transfer
         self._progress = progress
         self._heartbeat = heartbeat
@@ -158,11 +134,10 @@ class PromptPass:
         self._pool_clock = pool_clock
         self._num_draft = num_draft_tokens(job.resolved)
         self._waits = is_measured(job.resolved) or self._num_draft > 0
-        self._waiting: dict[int, WaitingLayer] = {}
+        self._waiting: list[WaitingLayer] = []
         self._states: dict[int, Tensors] = {}
         self._complete: dict[int, Encoded] = {}
         self._handing = HandOver(pool, heartbeat)
-        self._handed = PassTimes()
         self._compressing: list[Elapsed] = []
         self._shipped_layers = 0
         self._start = 0
@@ -176,9 +151,7 @@ class PromptPass:
             with the rows and the selection of the lost history.
         """
         if not self._waits:
-            # Before the pass, to detect a refusal early; measured sizes are unknown yet.
-            self._job.transfer = self._open_transfer(self._job.resolved)
-            self._job.check_cancelled()
+            self._open(self._job.resolved)  # before the pass, to detect a refusal early
         with self._pauses if self._is_long else nullcontext(), self._handing:
             try:
                 logits = self._forward()
@@ -192,18 +165,22 @@ class PromptPass:
                 self._ship_waiting(logits)
             self._handing.settle()
         assert self._job.transfer is not None, "layers were shipped"
-        self._job.transfer.add_rows(self.rows)
-        self._job.saved_bytes = self.rows.saved_bytes
-        self.times.pack_s += self._shipper.sending_s
-        self.times.history_store_s += self._handed.history_store_s
+        self.times.pack_s += self._job.transfer.sending_s
         # not before: the device would have nothing queued while a layer's time is waited for
-        self.times.compress_s += sum(elapsed_s() for elapsed_s in self._compressing)
+        self.times.compress_s += sum([elapsed_s() for elapsed_s in self._compressing])
         assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
+
+    def _open(self, plan: ResolvedPlan) -> None:
+        """Open the transfer. Args: plan: with measured rows."""
+        self._plan = plan
+        self._open_transfer(plan)
+        self._job.check_cancelled()
 
     def _forward(self) -> Tensor:
         start = self._start = self._job.num_reused
         self._complete.clear()
+        self._waiting.clear()
         new_ids = torch.tensor(self._job.request.prompt_token_ids[start:], dtype=torch.int64)
         logits = self._model.prefill(
             new_ids.to(self._model.device),
@@ -216,59 +193,38 @@ class PromptPass:
         self._pauses.allowed = False
         return logits
 
+    # ---- what the model calls ----------------------------------------------------------------------------
+
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """See `PrefillObserver.history`. Raises Cancelled, HistoryMiss."""
-        self._job.check_cancelled()
-        self._pauses.allowed = False
         turn = self._job.turn
-        loaded = self._load(turn, layer) if turn is not None and self._start else None
-        self._pauses.allowed = self._pauses_in_model
-        return loaded
-
-    def _load(self, turn: StagedTurn, layer: int) -> tuple[Tensor, Tensor] | None:
+        if turn is None or not self._start:
+            self._pauses.allowed = self._pauses_in_model
+            return None
         with self._loading():
-            arrived = turn.load_prepared(self._model.spec.row_numbers[layer], self._upload)
-            if arrived is None:
-                return None
-            keys, *values = arrived()
-        return keys, values[0] if values else keys[..., : self._model.spec.latent_dim]
+            number = self._model.spec.row_numbers[layer]
+            arrived = turn.load_prepared(number, lambda rows: self._copies.upload(rows[: self._num_distinct]))
+            return None if arrived is None else self._rows(arrived())
 
-    def _upload(self, rows: tuple[Tensor, Tensor]) -> Arrived:
-        """Begin to copy a layer's history to the device; of latent rows K alone, which is V, too."""
-        return self._copies.upload(rows[:1] if self._model.spec.latent_dim else rows)
-
-    @contextmanager
-    def _loading(self) -> Iterator[None]:
-        begin_s = self._clock()
-        self._heartbeat.waits = True
-        try:
-            yield
-        except HistoryMiss:
-            # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
-            self._handing.settle()
-            raise
-        finally:
-            self._heartbeat.waits = False
-            self.times.history_load_s += self._clock() - begin_s
+    def load(self, layer: int) -> Tensors | None:
+        """See `LayerStates.load`. Raises Cancelled, HistoryMiss."""
+        turn = self._job.turn
+        with self._loading():
+            state = turn.load_state(layer) if turn is not None else None
+        if state is None:
+            return None
+        return {name: tensor[None].to(self._model.device, copy=True) for name, tensor in state.items()}
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
-        self._job.check_cancelled()
-        self._pauses.allowed = False
-        if layer >= self._shipped_layers:
-            inputs = LayerInputs(
-                layer=layer,
-                queries=queries,
-                keys=keys,
-                values=values,
-                scaling=scaling,
-                unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
-            )
-            if self._waits:
-                self._wait(inputs)
-            else:
-                self._ship(self._job.resolved, self._job.formats, inputs)
-        self._end_layer(layer, (keys[:, self._start :], values[:, self._start :]))
+        with self._handing_over(layer):
+            if layer >= self._shipped_layers:
+                inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling)
+                if self._waits:
+                    self._wait(inputs)
+                else:
+                    self._compress(WaitingLayer(inputs=inputs))
+            self._stage_rows(layer, (keys[:, self._start :], values[:, self._start :]))
 
     @property
     def division(self) -> Division | None:
@@ -285,74 +241,88 @@ class PromptPass:
 
     def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         """See `DividingObserver.layer_compressed`. Raises Cancelled, TransferFailed."""
-        self._job.check_cancelled()
-        if layer >= self._shipped_layers:
-            assert self._job.transfer is not None, "it divides the prompt"
-            self._ship_complete(self._job.transfer.formats, layer, part)
-        self._end_layer(layer, rows)
+        with self._handing_over(layer):
+            if layer >= self._shipped_layers:
+                self._ship(layer, part)
+            self._stage_rows(layer, rows)
         self._pauses.offer()  # not before the layer is handed over: another rank may wait for that
-
-    def _end_layer(self, layer: int, rows: tuple[Tensor, Tensor] | None) -> None:
-        """Stage the new tokens' rows, and hand the layer over."""
-        if self._job.turn is not None:
-            assert rows is not None, "history needs rows"
-            self._stage(self._job.turn, layer, *rows)
-        self._handing.put()
-        self._progress(layer)
-        self._pauses.allowed = self._pauses_in_model
-
-    def load(self, layer: int) -> Tensors | None:
-        """See `LayerStates.load`. Raises Cancelled, HistoryMiss."""
-        self._job.check_cancelled()
-        turn = self._job.turn
-        if turn is None:
-            return None
-        self._pauses.allowed = False
-        with self._loading():
-            state = turn.load_state(layer)
-        self._pauses.allowed = self._pauses_in_model
-        if state is None:
-            return None
-        return {name: its[None].to(self._model.device, copy=True) for name, its in state.items()}
 
     def store(self, layer: int, state: Tensors) -> None:
         """See `LayerStates.store`. Raises Cancelled, TransferFailed."""
+        with self._handing_over(layer):
+            tensors = {name: tensor[0].contiguous() for name, tensor in state.items()}
+            if self._num_draft:
+                self._states[layer] = tensors
+            if layer >= self._shipped_layers:
+                self._ship(layer, Encoded(tensors=tuple(tensors.values()), names=tuple(tensors)))
+            num_tokens = self._job.resolved.num_prompt_tokens
+            self._stage(
+                tuple(tensors.values()),
+                lambda turn, arrived: turn.append_state(
+                    layer, dict(zip(tensors, arrived, strict=True)), num_tokens
+                ),
+            )
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Around the load of a layer's history, which is not interrupted."""
         self._job.check_cancelled()
         self._pauses.allowed = False
-        tensors = {name: its[0].contiguous() for name, its in state.items()}
-        if self._num_draft:
-            self._states[layer] = tensors
-        if layer >= self._shipped_layers:
-            encoded = Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
-            self._ship_complete(self._job.formats, layer, encoded)
-        if self._job.turn is not None:
-            self._stage_state(self._job.turn, layer, tensors)
+        begin_s = self._clock()
+        self._heartbeat.waits = True
+        try:
+            yield
+        except HistoryMiss:
+            # Before the turn restarts: layers sent so far are not sent again, rows staged so far are dropped.
+            self._handing.settle()
+            raise
+        finally:
+            self._heartbeat.waits = False
+            self.times.history_load_s += self._clock() - begin_s
+        self._pauses.allowed = self._pauses_in_model
+
+    @contextmanager
+    def _handing_over(self, layer: int) -> Iterator[None]:
+        """Around what is done with a layer that the model has run, which is then handed over."""
+        self._job.check_cancelled()
+        self._pauses.allowed = False
+        yield
         self._handing.put()
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
 
+    # ---- layers that wait for the end of the pass --------------------------------------------------------
+
+    def _wait(self, inputs: LayerInputs) -> None:
+        """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host.
+        Measure it if its number of rows depends on the other layers."""
+        begin_s = self._clock()
+        if self._num_draft:
+            waiting = WaitingLayer(inputs=replace(inputs, queries=inputs.queries.clone()))
+        else:
+            self._pauses.allowed = True
+            waiting = measure_layer(self._plan, inputs)
+            self._pauses.allowed = False
+        self._waiting.append(self._moved(waiting, torch.device("cpu")))
+        self.times.compress_s += self._clock() - begin_s
+
     def _ship_waiting(self, logits: Tensor) -> None:
         """After the pass: compress the layers that wait and ship them. Args: logits: of the last token."""
-        job = self._job
-        waiting = [self._waiting.pop(layer) for layer in sorted(self._waiting)]
         if self._num_draft:
-            waiting, measured = self._drafted(waiting, logits), job.resolved
+            self._draft(logits)
+            self._open(self._plan)
         else:
-            measured = allocate_waiting(job.resolved, waiting)
-        job.check_cancelled()
-        job.transfer = self._open_transfer(measured)
-        formats = make_formats(self._model.spec, measured)
-        waiting.reverse()
-        while waiting:
-            job.check_cancelled()
-            layer = waiting.pop()
-            inputs = self._moved(layer.inputs, self._model.device)
-            self._ship(measured, formats, inputs, layer.scores)
+            self._open(allocate_waiting(self._plan, self._waiting))
+        self._waiting.reverse()
+        while self._waiting:
+            self._job.check_cancelled()
+            layer = self._moved(self._waiting.pop(), self._model.device)
+            self._compress(layer)
             self._handing.put()
-            self._progress(inputs.layer)
+            self._progress(layer.inputs.layer)
 
-    def _drafted(self, waiting: list[WaitingLayer], logits: Tensor) -> list[WaitingLayer]:
-        """The layers with a draft of the answer."""
+    def _draft(self, logits: Tensor) -> None:
+        """Give the layers that wait a draft of the answer."""
         begin_s = self._clock()
 
         def before_token() -> None:
@@ -360,9 +330,9 @@ class PromptPass:
             self._job.check_cancelled()
             self._pauses.allowed = self._pauses_in_model
 
-        layers = add_draft(
+        drafted = add_draft(
             self._model,
-            [its.inputs for its in waiting],
+            [layer.inputs for layer in self._waiting],
             logits=logits,
             num_draft=self._num_draft,
             states=self._states,
@@ -370,87 +340,67 @@ class PromptPass:
         )
         self._pauses.allowed = False
         self._states.clear()
-        self.times.compress_s += self._clock() - begin_s
-        return [replace(its, inputs=inputs) for its, inputs in zip(waiting, layers, strict=True)]
-
-    def _wait(self, inputs: LayerInputs) -> None:
-        """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host.
-        Measure it if its number of rows depends on the other layers."""
-        begin_s = self._clock()
-        if self._num_draft:
-            waiting = WaitingLayer(
-                inputs=replace(inputs, queries=inputs.queries.clone()), variance=None, scores=None
-            )
-        else:
-            self._pauses.allowed = True
-            waiting = measure_layer(self._job.resolved, inputs)
-            self._pauses.allowed = False
-        host = self._moved(waiting.inputs, torch.device("cpu"))
-        self._waiting[inputs.layer] = replace(waiting, inputs=host)
+        self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted]
         self.times.compress_s += self._clock() - begin_s
 
-    def _moved(self, inputs: LayerInputs, device: torch.device) -> LayerInputs:
-        """The inputs with K and V on another device; of latent rows V stays a view of K."""
-        keys, latent_dim = inputs.keys.to(device), self._model.spec.latent_dim
-        values = keys[..., :latent_dim] if latent_dim else inputs.values.to(device)
-        return replace(inputs, keys=keys, values=values)
+    def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
+        """The layer with K and V on another device."""
+        inputs = layer.inputs
+        distinct = (inputs.keys, inputs.values)[: self._num_distinct]
+        keys, values = self._rows([rows.to(device) for rows in distinct])
+        return replace(layer, inputs=replace(inputs, keys=keys, values=values))
 
-    def _ship(
-        self,
-        resolved: ResolvedPlan,
-        formats: Sequence[LayerFormat],
-        inputs: LayerInputs,
-        scores: Tensor | None = None,
-    ) -> None:
+    # ---- a layer ----------------------------------------------------------------------------------------
+
+    def _compress(self, layer: WaitingLayer) -> None:
         """Compress a layer, and ship it."""
-        fmt = formats[inputs.layer]
-        end = self._copies.time(self._clock)
-        with stage("compress", layer=inputs.layer):
+        assert self._job.transfer is not None, "the transfer is not open"
+        number = layer.inputs.layer
+        with self.compressing(number):
             self._pauses.allowed = True
-            encoded = encode_layer(resolved, fmt, inputs, scores=scores)
+            fmt = self._job.transfer.formats[number]
+            encoded = encode_layer(self._plan, fmt, layer.inputs, scores=layer.scores)
             self._pauses.allowed = False
-        self._compressing.append(end())
-        self._ship_complete(formats, inputs.layer, encoded)
+        self._ship(number, encoded)
 
-    def _ship_complete(self, formats: Sequence[LayerFormat], layer: int, encoded: Encoded) -> None:
-        """Ship the layers that are complete, this one among them, up to the first that is not. With measured
-        budgets, states wait until the transfer is open."""
+    def _ship(self, layer: int, encoded: Encoded) -> None:
+        """Ship the layers that are complete, this one among them, up to the first that is not. Where layers
+        wait, states do until the transfer is open."""
         self._complete[layer] = encoded
-        while self._job.transfer is not None and self._shipped_layers < len(formats):
-            next_layer = self._shipped_layers
-            if next_layer not in self._complete and next_layer not in self._model.spec.empty_layers:
+        transfer, spec = self._job.transfer, self._model.spec
+        while transfer is not None and self._shipped_layers < spec.num_layers:
+            following = self._shipped_layers
+            if following not in self._complete and following not in spec.empty_layers:
                 return
-            self._send(formats[next_layer], next_layer, self._complete.pop(next_layer, _EMPTY))
+            begin_s = self._clock()
+            part = self._complete.pop(following, _EMPTY)
+            self._handing.work.append(transfer.begin_layer(following, part, self._copies, self._pool_clock))
+            self.times.pack_s += self._clock() - begin_s
             self._shipped_layers += 1
 
-    def _send(self, fmt: LayerFormat, layer: int, encoded: Encoded) -> None:
-        begin_s, transfer = self._clock(), self._job.transfer
-        assert transfer is not None, "the transfer is not open"
-        self._handing.work.append(self._shipper.begin(transfer, fmt, layer, encoded))
-        self.times.pack_s += self._clock() - begin_s
+    def _stage_rows(self, layer: int, rows: tuple[Tensor, Tensor] | None) -> None:
+        """Stage the new tokens' rows in the session's history."""
+        if self._job.turn is not None:
+            assert rows is not None, "history needs rows"
+            number, copied = self._model.spec.row_numbers[layer], rows[: self._num_distinct]
+            self._stage(copied, lambda turn, arrived: turn.append(number, *self._rows(arrived)))
 
-    def _stage_state(self, turn: StagedTurn, layer: int, tensors: Tensors) -> None:
-        """Stage the layer's state after the prompt."""
-        arrived = self._copies.start(list(tensors.values()))
+    def _stage(
+        self, tensors: Sequence[Tensor], append: Callable[[StagedTurn, Sequence[Tensor]], None]
+    ) -> None:
+        """Copy tensors to the host, and append them to the session's turn, if there is one."""
+        if (turn := self._job.turn) is None:
+            return
+        arrived = self._copies.start(tensors)
 
-        def append() -> None:
+        def staged() -> None:
             begin_s = self._pool_clock()
-            state = dict(zip(tensors, arrived(), strict=True))
-            turn.append_state(layer, state, self._job.resolved.num_prompt_tokens)
-            self._handed.history_store_s += self._pool_clock() - begin_s
+            append(turn, arrived())
+            self.times.history_store_s += self._pool_clock() - begin_s
 
-        self._handing.work.append(append)
+        self._handing.work.append(staged)
 
-    def _stage(self, turn: StagedTurn, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Stage rows in the session's history."""
-        latent_dim = self._model.spec.latent_dim
-        arrived = self._copies.start([keys, *(() if latent_dim else (values,))])
-
-        def append() -> None:
-            begin_s = self._pool_clock()
-            new_keys, *new_values = arrived()
-            new_rows = new_keys, new_values[0] if new_values else new_keys[..., :latent_dim]
-            turn.append(self._model.spec.row_numbers[layer], *new_rows)
-            self._handed.history_store_s += self._pool_clock() - begin_s
-
-        self._handing.work.append(append)
+    def _rows(self, arrived: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V, of which those were copied that are no views."""
+        keys, *values = arrived
+        return keys, values[0] if values else keys[..., : self._model.spec.latent_dim]

@@ -1,6 +1,6 @@
 """A following rank of a prefill worker: it ships the blocks of its heads straight to decode.
 
-Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`ranks.py`)
+Runs in a child process of the worker (`shared/model/parallel/follower.py`). The leading rank (`parts.py`)
 opens the same transfers for its own heads, and decides when one ends.
 """
 
@@ -18,20 +18,17 @@ import structlog
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import HandOver, HostCopies, host_copies
 from kvferry.services.prefill.parts import PromptTransfer
-from kvferry.services.prefill.prompt_pass import LayerShipper
 from kvferry.services.prefill.schedule import MAX_STARTED
-from kvferry.shared.cache.delta import RetainedChain, ShippedRows
+from kvferry.shared.cache.delta import RetainedChain
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import Encoded
-from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError, TransferFailed
-from kvferry.shared.model.parallel.compression import NO_TAKER, PartTaker
 from kvferry.shared.model.parallel.follower import FollowingRank
+from kvferry.shared.model.parallel.passes import PartTaker
 from kvferry.shared.process.heartbeat import Heartbeat
 from kvferry.shared.process.worker import ProcessTransport
-from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import EndRecord, Manifest, TransferKey
 from kvferry.shared.wire.sender import BlockSender
 
@@ -51,26 +48,14 @@ class Shipment:
     """
 
     def __init__(
-        self,
-        key: TransferKey,
-        transfer: PromptTransfer,
-        shipper: LayerShipper,
-        note: Callable[[tuple[object, ...]], None],
-        *,
-        with_positions: bool,
-        timeout_s: float,
-        pool: ThreadPoolExecutor,
-        waiters: ThreadPoolExecutor,
+        self, rank: PrefillRank, key: TransferKey, transfer: PromptTransfer, timeout_s: float
     ) -> None:
-        """Args: with_positions: whether the positions of rows are wanted; timeout_s: for all of it."""
+        """Args: timeout_s: for all of it."""
+        self._rank = rank
         self._key = key
         self._transfer = transfer
-        self._shipper = shipper
-        self._note = note
-        self._with_positions = with_positions
         self._timeout_s = timeout_s
-        self._waiters = waiters
-        self._handing = HandOver(pool, Heartbeat(time.monotonic, "cpu"))
+        self._handing = HandOver(rank.pool, Heartbeat(time.monotonic, "cpu"))
         self._num_taken = 0
         self._failed = threading.Event()
 
@@ -82,7 +67,7 @@ class Shipment:
         try:
             if isinstance(part, Exception):
                 raise part
-            send = self._shipper.begin(self._transfer, self._transfer.formats[layer], layer, part)
+            send = self._transfer.begin_layer(layer, part, self._rank.copies, time.monotonic)
         except Exception as error:
             self._fail(error)
             return
@@ -103,19 +88,17 @@ class Shipment:
             is_last = layer == len(self._transfer.formats) - 1
             if is_last:
                 self._transfer.finish(EndRecord(key=self._key, num_blocks=0, payload_bytes=0))
-            rows = self._shipper.rows
-            if not self._with_positions:
-                rows.positions.clear()
-            self._note(("sent", self._key, layer, rows if is_last else None))
+            self._rank.note(("sent", self._key, layer, self._transfer.rows if is_last else None))
             if is_last:
-                self._waiters.submit(self._wait)
+                self._rank.waiters.submit(self._wait)
         except Exception as error:
             self._fail(error)
 
     def _wait(self) -> None:
         try:
-            transfer, transfer_s = self._transfer, self._transfer.wait(self._timeout_s)
-            self._note(("acknowledged", self._key, transfer_s, transfer.bytes_by_kind, transfer.resent_bytes))
+            transfer, seconds = self._transfer, self._transfer.wait(self._timeout_s)
+            word = ("acknowledged", self._key, seconds, transfer.bytes_by_kind, transfer.resent_bytes)
+            self._rank.note(word)
         except Exception as error:
             self._fail(error)
 
@@ -126,29 +109,33 @@ class Shipment:
         if not isinstance(error, KvferryError):
             _log.error("a rank cannot ship its heads", exc_info=error)
             error = KvferryError(f"{type(error).__name__}: {error}", reason="internal")
-        self._note(("failed", self._key, error.with_traceback(None)))
+        self._rank.note(("failed", self._key, error.with_traceback(None)))
 
 
 class PrefillRank(FollowingRank):
-    """What is here is named by the transfers' keys, as in the messages."""
+    """What is here is named by the transfers' keys, as in the messages.
+
+    Attributes: copies: to the host, once the rank has started; pool: hands layers over; waiters: wait for
+        acknowledgements.
+    """
 
     def __init__(self, commands: Connection, notes: Connection) -> None:
         super().__init__(commands, notes)
         self._sender: BlockSender | None = None
         self._timeout_s = 0.0
-        self._copies: HostCopies | None = None
+        self.copies = HostCopies()
         self._shipments: dict[TransferKey, Shipment] = {}
         # A cancelled pass may still be handing a layer over when the next one begins.
-        self._pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
-        self._waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
+        self.pool = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-rank-hand-over")
+        self.waiters = ThreadPoolExecutor(_MAX_WAITING, "kvferry-rank-acknowledgement")
 
     def take_aside(self, word: tuple[TransferKey, str]) -> None:
         key, reason = word
         if (shipment := self._shipments.get(key)) is not None:
             shipment.abort(reason)
 
-    def part_taker(self, transfer: TransferKey) -> PartTaker:
-        return self._shipments.get(transfer, NO_TAKER)  # it was aborted meanwhile
+    def part_taker(self, transfer: TransferKey) -> PartTaker | None:
+        return self._shipments.get(transfer)
 
     # ---- what the leading rank calls ---------------------------------------------------------------------
 
@@ -162,13 +149,13 @@ class PrefillRank(FollowingRank):
         self._shipments.clear()
         if self._sender is not None:
             self._sender.close()
-        self._copies = host_copies(self.model.device)
+        self.copies = host_copies(self.model.device)
         self._timeout_s = settings.transfer_timeout_s
-        certs = Certs(settings.certs, "prefill") if settings.certs else None
-        self._sender = ProcessTransport(settings, certs).sender(
+        transport = ProcessTransport(settings, "prefill")
+        self._sender = BlockSender(
+            transport.connecting(lambda name: self.note(("connected", name))),
             buffer_bytes=max(1, settings.buffer_bytes // self.num_ranks),
             timeout_s=settings.transfer_timeout_s,
-            on_connected=lambda transport: self.note(("connected", transport)),
         )
 
     def ship(
@@ -177,7 +164,6 @@ class PrefillRank(FollowingRank):
         manifest: Manifest,
         plan: ResolvedPlan,
         retained: RetainedChain | None,
-        num_bins: int,
         with_positions: bool,
         timeout_s: float,
     ) -> None:
@@ -186,30 +172,22 @@ class PrefillRank(FollowingRank):
         Args:
             manifest: of all heads; its key names the transfer from now on.
             retained: rows that decode retains, of the rank's heads.
-            num_bins: as of `KeptMap`; 0: none is wanted.
+            with_positions: as of `PromptTransfer`.
+            timeout_s: for all of it.
         """
-        key, spec = manifest.key, self.model.spec
+        key = manifest.key
         try:
-            if self._sender is None or self._copies is None:
+            if self._sender is None:
                 raise TransferFailed("the rank has no block sender", reason="closed")
             transfer = PromptTransfer(
-                self._sender, ticket, manifest, make_formats(spec, plan),
+                self._sender, ticket, manifest, make_formats(self.model.spec, plan),
                 timeout_s=self._timeout_s, retained=retained, rank=self.rank, num_ranks=self.num_ranks,
+                with_positions=with_positions,
             )  # fmt: skip
         except KvferryError as error:
             self.note(("failed", key, error.with_traceback(None)))
             return
-        kept = KeptMap(num_tokens=plan.num_prompt_tokens, num_bins=num_bins) if num_bins else None
-        self._shipments[key] = Shipment(
-            key,
-            transfer,
-            LayerShipper(spec, self._copies, ShippedRows(kept_map=kept), time.monotonic),
-            self.note,
-            with_positions=with_positions,
-            timeout_s=timeout_s,
-            pool=self._pool,
-            waiters=self._waiters,
-        )
+        self._shipments[key] = Shipment(self, key, transfer, timeout_s)
 
     def forget(self, key: TransferKey) -> None:
         """Nothing more is wanted of a transfer; it is aborted if it is not over."""

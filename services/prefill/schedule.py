@@ -136,6 +136,11 @@ class Schedule:
         """Those in mid-pass; the last one runs."""
         return tuple(self._started)
 
+    @property
+    def left_s(self) -> float:
+        """How long those in mid-pass still take, after which a place is free; 0 before any has been timed."""
+        return sum(map(self._left, self._started)) if self._is_timed else 0.0
+
     def is_long(self, job: PrefillJob) -> bool:
         """Whether its pass can be interrupted. Only the thread that runs prompts may ask."""
         is_slow = self._is_timed and self._estimate(job) >= LONG_S

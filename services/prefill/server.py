@@ -22,10 +22,11 @@ from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.process.device_loss import end_process
+from kvferry.shared.process.serving import end_process
 from kvferry.shared.process.worker import BlockTransport, run_worker
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys
+from kvferry.shared.wire.sender import BlockSender
 
 _COMMIT_TIMEOUT_S = 8.0
 """How long a commit waits for Redis. Less than the router waits for a commit."""
@@ -37,15 +38,9 @@ _DISK_TURN_TIMEOUT_S = 30.0
 log = structlog.get_logger(__name__)
 
 
-async def run(config: PrefillConfig, *, ends_process: bool = False) -> None:
+async def run(config: PrefillConfig) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(
-        config,
-        "prefill",
-        partial(build_service, config),
-        ends_process=ends_process,
-        follower_class=PREFILL_RANK,
-    )
+    await run_worker(config, "prefill", partial(build_service, config), follower_class=PREFILL_RANK)
 
 
 async def build_service(
@@ -53,10 +48,10 @@ async def build_service(
 ) -> tuple[PrefillService, CollectorRegistry]:
     """The service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
-    sender = transport.sender(
+    sender = BlockSender(
+        transport.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
         buffer_bytes=max(1, config.buffer_bytes // model.num_ranks),
         timeout_s=config.transfer_timeout_s,
-        on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
     )
     service = PrefillService(
         model=model,

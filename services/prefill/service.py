@@ -20,7 +20,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.parts import PrefillRanks
-from kvferry.services.prefill.turns import HistoryReceiver, PendingTable
+from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.kept import MAX_KEPT_BINS
 from kvferry.shared.compression.resolve import check_resolved
@@ -28,9 +28,6 @@ from kvferry.shared.control.messages import (
     CommitTurnRequest,
     FirstToken,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -106,6 +103,8 @@ class PrefillService:
         self._store = store
         self._server_factory = server_factory
         self._metrics = metrics
+        self._uncounted = PrefillMetrics()
+        """Of the router's probes, which nobody reads."""
         self._config = config
         self._clock = clock
         self._instance_id = secrets.token_hex(8)
@@ -122,7 +121,6 @@ class PrefillService:
         self._is_wedged = False
         self._drain = Drain(partial(WorkerUnavailable.draining, "prefill"))
         self._jobs: set[PrefillJob] = set()
-        self._pending = PendingTable(clock)
         self._waiters = ThreadPoolExecutor(_MAX_ACKNOWLEDGEMENT_WAITERS, "kvferry-prefill-acknowledgement")
         self._sweeper: asyncio.Task[None] | None = None
         for tier, size_bytes in store.tier_bytes.items():
@@ -157,7 +155,7 @@ class PrefillService:
         """See `WorkerService.drain`. Waits for staged turns as well, which routers commit after their last
         token; then writes the history that only memory has to the tiers behind it."""
         deadline_s = self._clock() + timeout_s
-        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + self._store.num_turns):
+        if not await self._drain.wait(timeout_s, lambda: len(self._jobs) + len(self._store.turns)):
             for job in tuple(self._jobs):
                 error = self._drain.refusal()
                 self._cancel(job, error)
@@ -197,28 +195,24 @@ class PrefillService:
             InvalidRequest, ContextLengthExceeded, ProtocolMismatch: this worker cannot serve the request.
             CapacityExceeded: too many requests are waiting.
             TransferFailed: decode refused the transfer or was lost.
-            SessionPending: the session has a turn that the request's router does not know of.
             WorkerUnavailable: the worker is draining or closed.
             DeadlineExceeded, Cancelled.
         """
         self._validate(request)
         deadline_s = self._clock() + timeout_s
-        grammar, num_matchers = request.sampling.grammar, 1 + len(request.siblings)
         matchers = []
-        if grammar is not None:
+        if (grammar := request.sampling.grammar) is not None:
             await self._grammars.check(grammar, request.owner)
-            matchers = [
-                await asyncio.to_thread(self._grammars.matcher, grammar, request.owner)
-                for _ in range(num_matchers)
-            ]
+            matcher = partial(self._grammars.matcher, grammar, request.owner)
+            matchers = [await asyncio.to_thread(matcher) for _ in (request.sampling, *request.siblings)]
         job = PrefillJob(
             request,
             self._model.spec,
             submitted_s=self._clock(),
             deadline_s=deadline_s,
+            metrics=self._uncounted if request.probe else self._metrics,
             matchers=matchers,
         )
-        self._pending.begin(request)
         finished = False
         try:
             self._engine.submit(job)
@@ -228,8 +222,6 @@ class PrefillService:
             with stage("acknowledge"):
                 done = await self._acknowledged(job, first, deadline_s)
             finished = True
-            self._jobs.discard(job)
-            yield done
         except Cancelled as error:
             raise job.cause(error) from None
         except TransferFailed as error:
@@ -238,8 +230,8 @@ class PrefillService:
         finally:
             self._jobs.discard(job)
             if not finished:
-                self._pending.give_up(request.session, request.request_id)
                 self._cancel(job, Cancelled(f"request {request.request_id} was given up"))
+        yield done
 
     async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
         """See `PrefillControl.redirect`."""
@@ -247,13 +239,7 @@ class PrefillService:
         if job is None:
             raise TransferFailed(f"request {request.request_id!r} is not running here", reason="resend")
         await self._in_thread(lambda: job.redirect(request.ticket), timeout_s)
-        if job.turn is not None:
-            self._receiver.expect(
-                request.request_id,
-                job.key,
-                start=len(job.request.prompt_token_ids),
-                max_tokens=job.request.sampling.max_tokens,
-            )
+        self._engine.turns.expect(job)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.commit_turn`.
@@ -278,7 +264,6 @@ class PrefillService:
         self._receiver.forget(request_id)
         turn = self._store.turn(request_id)
         if turn is not None:
-            self._pending.give_up(turn.session, request_id)
             await self._in_thread(turn.abort, timeout_s)
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
@@ -294,16 +279,7 @@ class PrefillService:
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """See `PrefillControl.drop_session`."""
         self._engine.turns.shipped.drop(session)
-        self._pending.drop(session)
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """See `PrefillControl.announce_pending`."""
-        return self._pending.announce(turns)
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo:
-        """See `PrefillControl.pending_turn`."""
-        return self._pending.info(session)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
         """See `PrefillControl.status`. A router that asks lives, and will commit its staged turns."""
@@ -391,17 +367,15 @@ class PrefillService:
         wait_s = max(0.0, deadline_s - self._clock()) + 1.0
         waiting = asyncio.get_running_loop().run_in_executor(self._waiters, transfer.wait, wait_s)
         transfer_s = await self._before(deadline_s, waiting, "the transfer")
-        sent = transfer.bytes_by_kind
-        if not job.request.probe:
-            by = (self._model.spec.name, first.method)
-            for kind, size_bytes in sent.items():
-                self._metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
-            self._metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
-            self._metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
-            self._metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
-            self._metrics.transfer.labels(*by).observe(transfer_s)
-            if job.retained is not None:
-                self._metrics.kv_delta_saved_bytes.labels(*by).inc(job.saved_bytes)
+        sent, metrics, by = transfer.bytes_by_kind, job.metrics, (self._model.spec.name, first.method)
+        for kind, size_bytes in sent.items():
+            metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
+        metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
+        metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
+        metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
+        metrics.transfer.labels(*by).observe(transfer_s)
+        if job.retained is not None:
+            metrics.kv_delta_saved_bytes.labels(*by).inc(transfer.rows.saved_bytes)
         delta_bytes = sent["rows"] if job.retained is not None else None
         return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
 
@@ -434,7 +408,6 @@ class PrefillService:
             if expired:
                 log.warning("staged turns expired", count=expired)
             self._receiver.prune()
-            self._pending.sweep()
 
     def _give_up_if_wedged(self) -> None:
         is_wedged = self._engine.is_wedged

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,27 +29,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.services.router.api import completions, messages, operations, responses, sessions, tokens
-from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
+from kvferry.services.router.completion.compression import PlanChooser
+from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.http.body import Authenticator
 from kvferry.services.router.http.errors import error_response, from_framework
 from kvferry.services.router.http.large_work import LargeWork
-from kvferry.services.router.http.middleware import (
-    HostCheck,
-    LimitsMiddleware,
-    PlainRequestMiddleware,
-    RequestMiddleware,
-)
+from kvferry.services.router.http.middleware import LimitsMiddleware, RequestMiddleware
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.redis_records import RedisRecords
-from kvferry.services.router.sessions.redis_store import Announce, RedisSessionStore
+from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.turn import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
 from kvferry.services.router.turn.worker_pool import WorkerPool
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
 from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -127,7 +122,7 @@ def create_app(
         clock=clock,
         runner=runner,
         readiness=readiness,
-        sessions=session_store(config, metrics, clock, timing, runner),
+        sessions=session_store(config, metrics, clock, timing),
         implicit=ImplicitSessions(
             max_per_key=config.implicit_sessions,
             max_bytes_per_key=config.max_stored_bytes_per_key,
@@ -172,7 +167,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.auth = Authenticator(split_list(config.api_keys), key_file)
+    app.state.auth = Authenticator(config, key_file)
     if app.state.auth.is_open("chat") and not (config.is_loopback or config.insecure):
         raise ConfigurationError(
             f"listen is {config.listen!r}, which other machines may reach, and no key of api_keys_file is "
@@ -193,21 +188,10 @@ def create_app(
     app.include_router(operations.restricted)
     for refusal in (HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refuse)
-    origins = split_list(config.cors_origins)
-    app.add_middleware(
-        LimitsMiddleware,
-        owner=app.state.auth.owner,
-        limits=limits,
-        origins=origins,
-        check_host=_host_check(config, app.state.auth),
-        max_header_bytes=config.max_header_bytes,
-        max_body_bytes=config.max_body_bytes,
-        read_timeout_s=config.read_timeout_s,
-    )
+    app.add_middleware(LimitsMiddleware, config=config, auth=app.state.auth, limits=limits)
     app.state.drain = drain
     app.add_middleware(RequestMiddleware, metrics=metrics, drain=drain)
-    app.add_middleware(PlainRequestMiddleware)
-    if origins:
+    if origins := split_list(config.cors_origins):
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -218,18 +202,8 @@ def create_app(
     return app
 
 
-def _host_check(config: RouterConfig, auth: Authenticator) -> HostCheck:
-    # over TLS, a page elsewhere has no certificate for its name here
-    allowed = ["*"] if config.tls_cert else split_list(config.allowed_hosts)
-    return HostCheck(partial(auth.is_open, "chat"), allowed, config.listen)
-
-
 def session_store(
-    config: RouterConfig,
-    metrics: RouterMetrics,
-    clock: Callable[[], float],
-    timing: Timing,
-    workers: Announce,
+    config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
 ) -> SessionStore:
     """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
     options: dict[str, Any] = {
@@ -259,7 +233,6 @@ def session_store(
         ),
         lease_s=timing.session_lease_s,
         on_event=count,
-        workers=workers,
         **options,
     )
 

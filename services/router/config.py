@@ -102,14 +102,6 @@ class RouterConfig(StoredSettings):
         "",
         description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
     )
-    machine: Annotated[str, COMPRESSION] = Field(
-        "",
-        description="file of kvferry calibrate machine, by which the method auto chooses; empty: there is no "
-        "method auto",
-    )
-    link_gbits: Annotated[float, COMPRESSION] = Field(
-        100.0, gt=0, description="speed of the link between prefill and decode, Gbit/s, for the method auto"
-    )
     session_ttl_s: Annotated[Seconds, HISTORY] = Field(
         604_800.0, gt=0, description="idle time after which a session expires"
     )

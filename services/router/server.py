@@ -15,9 +15,9 @@ from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.server import http_server
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
-from kvferry.shared.control.messages import DecodeControl, PrefillControl
-from kvferry.shared.model.generation_config import sampling_defaults
+from kvferry.shared.model.checkpoint import sampling_defaults
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.logging import setup_logging
 from kvferry.shared.process.serving import serve_until_signal
@@ -33,10 +33,22 @@ async def run(config: RouterConfig) -> None:
     """
     setup_logging(config.log_level, config.log_format, "router")
     install_tables(config.epsilon_tables)
-    stop_tracing = setup_tracing(config.otlp_endpoint, "router")
-    tokenizer = await asyncio.to_thread(ChatTokenizer.load, config.model)
-    sampling = await asyncio.to_thread(sampling_defaults, config.generation_config, config.model)
-    prefill, decode = grpc_pools(config)
+    async with AsyncExitStack() as stack:
+        stack.callback(setup_tracing(config.otlp_endpoint, "router"))
+        address = await start_router(config, *grpc_pools(config), stack)
+        # What start-up made stays: a collection that went through all of it would hold the event loop.
+        gc.collect()
+        gc.freeze()
+        await serve_until_signal("router", {"address": address, "metrics": address}, config.ready_file)
+
+
+async def start_router(
+    config: RouterConfig,
+    prefill: WorkerPool[PrefillControl],
+    decode: WorkerPool[DecodeControl],
+    stack: AsyncExitStack,
+) -> str:
+    """Serve HTTP until the stack is closed. Returns: the address as bound."""
     metrics = RouterMetrics()
     if config.certs:
         certificate_expiry(metrics.registry, Certs(config.certs, "router").expires_at_s)
@@ -44,17 +56,11 @@ async def run(config: RouterConfig) -> None:
         config,
         prefill=prefill,
         decode=decode,
-        tokenizer=tokenizer,
-        sampling_defaults=sampling,
+        tokenizer=await asyncio.to_thread(ChatTokenizer.load, config.model),
+        sampling_defaults=await asyncio.to_thread(sampling_defaults, config.generation_config, config.model),
         metrics=metrics,
     )
-    async with AsyncExitStack() as stack:
-        stack.callback(stop_tracing)
-        address = await stack.enter_async_context(http_server(app, config))
-        # What start-up made stays: a collection that went through all of it would hold the event loop.
-        gc.collect()
-        gc.freeze()
-        await serve_until_signal("router", {"address": address, "metrics": address}, config.ready_file)
+    return await stack.enter_async_context(http_server(app, config))
 
 
 def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:

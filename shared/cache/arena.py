@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import Region
+from kvferry.shared.compression.formats import compacted
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Specs, Tensors
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
@@ -28,12 +29,8 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
 ALIGNMENT_BYTES = 64
 
 AllocationState = Literal["reserved", "in_transfer", "running", "retained"]
-_NEXT_STATES: dict[AllocationState, tuple[AllocationState, ...]] = {
-    "reserved": ("in_transfer",),
-    "in_transfer": ("running",),
-    "running": ("retained",),
-    "retained": (),
-}
+"""In the order in which an allocation has them."""
+_NEXT_STATES: dict[AllocationState, AllocationState] = dict(itertools.pairwise(get_args(AllocationState)))
 _MAX_GENERATION = (1 << 32) - 1
 
 
@@ -65,35 +62,26 @@ class ByteArena:
 
     Free ranges are sorted by offset and never adjacent. Allocations and free ranges together tile the arena
     exactly, which `check_integrity` verifies. Only the owner of an allocation may read or write its range,
-    and it must stop before it frees the range. `lock` guards every change and the observer's call, so under
-    the lock the bytes of all states sum to the total.
+    and it must stop before it frees the range. `lock` guards every change, so under the lock the bytes of all
+    states sum to the total.
 
-    Args:
-        size_bytes: rounded down to ALIGNMENT_BYTES.
-        observer: called under the lock after every change with bytes by state.
+    Args: size_bytes: rounded down to ALIGNMENT_BYTES.
+    Attributes: memory: all bytes, uint8 `[size_bytes]`.
     """
 
-    def __init__(
-        self,
-        size_bytes: int,
-        device: torch.device,
-        *,
-        observer: Callable[[dict[str, int]], None] | None = None,
-    ) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.lock = threading.RLock()
-        self._buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
-        self._observer = observer
+        self.memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)] if self.size_bytes else []
         self._allocations: dict[int, Allocation] = {}
         self._states: dict[int, AllocationState] = {}
         self._bytes = dict.fromkeys(("free", *get_args(AllocationState)), 0) | {"free": self.size_bytes}
         self._generation = 0
-        self._notify()
 
     @property
     def device(self) -> torch.device:
-        return self._buffer.device
+        return self.memory.device
 
     @property
     def free_bytes(self) -> int:
@@ -166,10 +154,10 @@ class ByteArena:
         """
         with self.lock:
             current = self._state_of(allocation)
-            if state not in _NEXT_STATES[current]:
+            if state != _NEXT_STATES.get(current):
                 raise KvferryError(
                     f"allocation of {allocation.owner!r} is {current}; it may become "
-                    f"{_NEXT_STATES[current] or 'free only'}, not {state}"
+                    f"{_NEXT_STATES.get(current, 'free only')}, not {state}"
                 )
             self._states[allocation.offset] = state
             self._move(allocation.size_bytes, current, state)
@@ -190,16 +178,11 @@ class ByteArena:
             del self._allocations[allocation.offset], self._states[allocation.offset]
             self._give_back(allocation.offset, allocation.size_bytes, state)
 
-    @property
-    def memory(self) -> Tensor:
-        """All bytes, uint8 `[size_bytes]`."""
-        return self._buffer
-
     def buffer(self, allocation: Allocation) -> Tensor:
         """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
             self._state_of(allocation)
-        return self._buffer[allocation.offset : allocation.offset + allocation.size_bytes]
+        return self.memory[allocation.offset : allocation.offset + allocation.size_bytes]
 
     def check_integrity(self) -> None:
         """Verify that allocations and free ranges tile the arena and that the bytes by state agree.
@@ -260,11 +243,6 @@ class ByteArena:
     def _move(self, size_bytes: int, source: str, target: str) -> None:
         self._bytes[source] -= size_bytes
         self._bytes[target] += size_bytes
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._observer is not None:
-            self._observer(dict(self._bytes))
 
 
 def align(size_bytes: int) -> int:
@@ -300,7 +278,7 @@ class LayerLayout:
         places = self.format.receive(header_of(tensors), regions)
         for name, place in places.items():
             place.copy_(tensors[name])
-        cache = self.format.open(regions, places)
+        cache = compacted(self.format.open(regions, places))
         cache.settle()
         return cache
 
@@ -339,8 +317,8 @@ def measured_limit_bytes(layout: SequenceLayout) -> int:
     beside = 0
     for layer in layout.layers:
         shape = replace(layer.format.shape, max_new_tokens=1, returns_generated=False)
-        one_row = replace(layer.format, rows=1, shape=shape)
-        beside += sum(align(its.placed_bytes) + ALIGNMENT_BYTES for its in one_row.regions().values())
+        one_row = sequence_layout([replace(layer.format, rows=1, shape=shape)])
+        beside += one_row.size_bytes + ALIGNMENT_BYTES * len(one_row.layers[0].regions)
     return layout.size_bytes + beside
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,13 @@ from kvferry.shared.compression.formats.interface import (
     chunked,
 )
 from kvferry.shared.compression.interface import TensorSpec
-from kvferry.shared.compression.kept import KeptMap
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 
 Positions = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.int64]
+HeadPositions = tuple[Positions | None, ...]
+"""Of each KV head, int32 `[n_h]`; None: all tokens'."""
 NO_TOKEN = np.int32(2**31 - 1)
 """A position without a row: more than any token's."""
 NEW_ROWS = "new_rows"
@@ -141,6 +143,10 @@ class RetainedChain:
         )
         return RetainedChain(selections=limited)
 
+    def of_heads(self, first: int, number: int) -> RetainedChain:
+        """As `RetainedRows.of_heads`."""
+        return RetainedChain(selections=tuple(rows.of_heads(first, number) for rows in self.selections))
+
     def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
         """Find the retained rows of these tokens.
 
@@ -170,20 +176,21 @@ def all_positions(num_kv_heads: int, num_tokens: int) -> Positions:
     return np.broadcast_to(np.arange(num_tokens, dtype=np.int32), (num_kv_heads, num_tokens))
 
 
-def layer_positions(tensors: Tensors) -> Positions | None:
-    """Selected positions on the host, int32 `[H_kv, n]`; None if every token is selected."""
-    index = tensors.get("index")
-    return None if index is None else index.cpu().numpy().astype(np.int32)
+def head_positions(fmt: LayerFormat, tensors: Tensors) -> HeadPositions:
+    """The positions that each KV head of a layer selected, on the host; see
+    `LayerFormat.positions_by_head`."""
+    heads = fmt.positions_by_head(tensors)
+    return tuple([None if head is None else head.cpu().numpy().astype(np.int32) for head in heads])
 
 
 def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
     """The tensors to send of a layer of plain rows, for a worker that retains some of the rows."""
     num_kv_heads, num_rows, _ = tensors["keys"].shape
-    positions = layer_positions(tensors)
-    if positions is None:
-        positions = all_positions(num_kv_heads, num_rows)
-    is_new = torch.from_numpy(retained.find(layer, positions)[0] < 0)
     index = {"index": tensors["index"]} if "index" in tensors else {}
+    positions = (
+        index["index"].cpu().numpy().astype(np.int32) if index else all_positions(num_kv_heads, num_rows)
+    )
+    is_new = torch.from_numpy(retained.find(layer, positions)[0] < 0)
     new_rows, on_device = is_new.sum(1, dtype=torch.int32), is_new.to(tensors["keys"].device)
     rows = {name: tensors[name][on_device] for name in ("keys", "values") if name in tensors}
     return {**index, NEW_ROWS: new_rows, **rows}
@@ -237,9 +244,7 @@ class DeltaLayer:
         Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
         """
         shape, rows = self.format.shape, self.format.rows
-        index = tensors.get("index")
-        if index is not None:
-            check_index(index, shape.num_prompt_tokens, reason="index")
+        index = check_index(tensors, shape.num_prompt_tokens, reason="index")
         positions = index.numpy() if index is not None else all_positions(shape.num_kv_heads, rows)
         which, numbers = self.retained.find(self.layer, positions)
         counts = (which < 0).sum(1, dtype=np.int32)
@@ -295,24 +300,25 @@ class ShippedRows:
     """What is known of the rows of the layers shipped so far.
 
     Attributes:
-        positions: of the rows of each layer with plain ones, as `RetainedRows.layers`.
-        kept_map: selected rows by parts of the prompt; None if the request wants none.
+        positions: of each layer, what each KV head selected; empty if that is not wanted.
         saved_bytes: size of the rows that were left out because decode retains them.
     """
 
-    kept_map: KeptMap | None = None
-    positions: dict[int, Positions | None] = field(default_factory=dict)
+    positions: dict[int, HeadPositions] = field(default_factory=dict)
     saved_bytes: int = 0
 
     def add_heads(self, other: ShippedRows) -> None:
         """Add the next heads of the same layers."""
-        for layer, its in other.positions.items():
-            own = self.positions[layer]
-            if own is not None and its is not None:
-                self.positions[layer] = np.concatenate([own, its])
-        if self.kept_map is not None and other.kept_map is not None:
-            self.kept_map.add_heads(other.kept_map)
+        for layer, heads in other.positions.items():
+            self.positions[layer] += heads
         self.saved_bytes += other.saved_bytes
+
+    def layers(self) -> tuple[Positions | None, ...]:
+        """As `RetainedRows.layers`, where every layer has plain rows."""
+        layers = [self.positions[layer] for layer in sorted(self.positions)]
+        return tuple(
+            [np.stack(cast("list[Positions]", heads)) if heads[0] is not None else None for heads in layers]
+        )
 
 
 class ShippedSelections:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvferry.shared.compression.attention.kinds import attentions
+from kvferry.shared.compression.attention import attentions
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.presets import method_names, preset

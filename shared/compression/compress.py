@@ -1,23 +1,28 @@
-"""Rows per layer for a prompt whose attention decides how many each layer retains.
+"""Compression of prompts whose layers are all there before the first is compressed.
 
-With such a measured allocation, prefill compresses no layer before all are measured:
+So does prefill where attention decides how many rows each layer retains, a measured allocation:
 
     prefill    measure_layer, layer by layer ──all──► allocate_rows ──► compress_layer, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout
+
+The oracle and a worker's warm-up do so with every plan (`compress_prompt`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor
 
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation, attention_variance, layer_budgets
+from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ResolvedPlan, sharing_layers
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, sharing_layers
 from kvferry.shared.compression.scorers import make_scorer
+from kvferry.shared.model.spec import ModelSpec
 
 
 def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> ResolvedPlan:
@@ -55,17 +60,17 @@ def least_rows(resolved: ResolvedPlan) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingLayer:
-    """A measured layer whose number of rows is not known yet.
+    """A layer to be compressed, of which all is known but its number of rows where that is measured.
 
     Attributes:
-        inputs: K and V, accumulated attention, no queries.
+        inputs: once it is measured, K and V, accumulated attention, no queries.
         variance: F_l of D2O's equation 4, `[]`; None where the layer shares no rows.
-        scores: float32 `[H_kv, T]`; None if the scorer needs the number of rows first.
+        scores: float32 `[H_kv, T]`; None if they are to be computed when it is compressed.
     """
 
     inputs: LayerInputs
-    variance: Tensor | None
-    scores: Tensor | None
+    variance: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
@@ -73,7 +78,7 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
     scorer = resolved.plan.scorer
     assert scorer is not None, f"method {resolved.method} shares rows between layers without a scorer"
     if inputs.layer not in sharing_layers(resolved):
-        return WaitingLayer(inputs=_without_queries(inputs), variance=None, scores=None)
+        return WaitingLayer(inputs=_without_queries(inputs))
     inputs = inputs.with_sums()
     assert inputs.sums is not None
     scores, made = None, make_scorer(scorer, rows=resolved.layers[inputs.layer].rows)
@@ -117,3 +122,46 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
 
 def _normalisation(resolved: ResolvedPlan) -> Normalisation:
     return cast(Normalisation, resolved.plan.layer_allocation.params["normalisation"])
+
+
+def compress_prompt(
+    spec: ModelSpec,
+    resolved: ResolvedPlan,
+    layers: Iterable[LayerInputs],
+    states: Mapping[int, Tensors] | None = None,
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    """Compress every layer of a prompt, given all of its layers.
+
+    Args: states: of the layers that have one.
+    Returns: the plan with each layer's own rows, and each layer's tensors.
+    """
+    if is_measured(resolved):
+        waiting = [measure_layer(resolved, inputs) for inputs in layers]
+        return compress_waiting(spec, resolved, waiting, states)
+    formats = make_formats(spec, resolved)
+    compressed = {its.layer: compress_layer(resolved, formats[its.layer], its) for its in layers}
+    return resolved, in_layer_order(spec, compressed, states)
+
+
+def compress_waiting(
+    spec: ModelSpec,
+    resolved: ResolvedPlan,
+    waiting: Sequence[WaitingLayer],
+    states: Mapping[int, Tensors] | None = None,
+) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    """As `compress_prompt`, for measured layers."""
+    measured = allocate_waiting(resolved, waiting)
+    formats = make_formats(spec, measured)
+    compressed = {
+        its.inputs.layer: compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores)
+        for its in waiting
+    }
+    return measured, in_layer_order(spec, compressed, states)
+
+
+def in_layer_order(
+    spec: ModelSpec, compressed: dict[int, Tensors], states: Mapping[int, Tensors] | None
+) -> tuple[Tensors, ...]:
+    """Each layer's tensors; none for a layer with neither rows nor a state."""
+    by_layer = {**compressed, **(states or {})}
+    return tuple(by_layer.get(layer, {}) for layer in range(spec.num_layers))

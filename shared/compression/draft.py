@@ -75,13 +75,12 @@ class _Draft:
         self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {its.layer: [] for its in layers}
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
-        prompt, rows = self._prompt[layer], self._rows[layer]
-        keys, values = (its.to(self._device) for its in (prompt.keys, prompt.values))
-        if not rows:
-            return keys, values
-        return torch.cat([keys, *(row[0] for row in rows)], 1), torch.cat(
-            [values, *(row[1] for row in rows)], 1
-        )
+        prompt = self._prompt[layer]
+        rows = [(prompt.keys.to(self._device), prompt.values.to(self._device)), *self._rows[layer]]
+        if len(rows) == 1:
+            return rows[0]
+        keys, values = (torch.cat(its, 1) for its in zip(*rows, strict=True))
+        return keys, values
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         self._queries[layer].append(queries.clone())
@@ -97,7 +96,5 @@ class _Draft:
         """See `LayerInputs.ahead`."""
         if not self._queries[layer]:
             return None
-        return Ahead(
-            queries=torch.cat(self._queries[layer], 2),
-            keys=torch.cat([keys for keys, _ in self._rows[layer]], 1),
-        )
+        keys = torch.cat([keys for keys, _ in self._rows[layer]], 1)
+        return Ahead(queries=torch.cat(self._queries[layer], 2), keys=keys)

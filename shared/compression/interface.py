@@ -1,12 +1,23 @@
-"""The interface of a compression method: a layer's shape and inputs, scorers, methods of other packages."""
+"""The interface of a compression method: a layer's shape and inputs, scorers, methods of other packages.
+
+Those are entry points of the group `kvferry.methods`:
+
+    [project.entry-points."kvferry.methods"]
+    every-other = "some_package:METHOD"        # a `Method`
+
+They are loaded once, when a method is first looked up; importing this module loads nothing. Router and
+workers must have the same packages installed: a worker refuses a method that it does not know.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property, partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +25,23 @@ from torch import Tensor
 from kvferry.kernels.column_sums import ColumnSums, column_sums
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.spec import StateSpec, row_names
 
 if TYPE_CHECKING:
-    from kvferry.shared.compression.attention.interface import AttentionKind
+    from kvferry.shared.compression.attention import AttentionKind
     from kvferry.shared.compression.formats.interface import LayerFormat
+
+
+GROUP = "kvferry.methods"
+_BROUGHT = {
+    "scorer": "scorer",
+    "representation": "format",
+    "attention": "attention",
+    "layer_allocation": "allocation",
+}
+"""The parts of a plan that a `Method` may bring, and what it calls them."""
+_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +57,7 @@ class TensorSpec:
     dtype: torch.dtype
     aligned: bool = False
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of the tensor without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -47,10 +70,6 @@ class TensorSpec:
         *outer, length = self.shape
         piece = max(ALIGNMENT_BYTES // self.dtype.itemsize, 1)
         return (*outer, -(-length // piece) * piece)
-
-    @property
-    def placed_bytes(self) -> int:
-        return math.prod(self.placed_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +112,6 @@ class LayerShape:
         """The tensors of rows: "keys" and "values", or of latent rows "keys" alone."""
         return row_names(self.latent_dim)
 
-    def row_spec(self, num_rows: int) -> TensorSpec:
-        """K or V with `num_rows` rows per KV head."""
-        return TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
-
     def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
         """The tensors of `num_rows` rows per KV head."""
         rows = TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
@@ -131,14 +146,12 @@ class Sizing:
         layer: its index in the model.
         rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
         budget: t, the plan's budget in tokens.
-        packed_budget: B_tok, for a format that spreads its bits over more tokens than `rows`.
         latent_dim: as of `LayerSpec`.
     """
 
     layer: int
     rows: int
     budget: int
-    packed_budget: int
     num_prompt_tokens: int
     max_new_tokens: int
     head_dim: int
@@ -186,6 +199,29 @@ class LayerInputs:
     sums: ColumnSums | None = None
     ahead: Ahead | None = None
 
+    @classmethod
+    def of(
+        cls,
+        pre_rope_keys: Callable[[int, Tensor], Tensor],
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+    ) -> LayerInputs:
+        """Return what a model tells the observer of its pass of a layer.
+
+        Args: pre_rope_keys: the model's; others: as of `PrefillObserver.layer_done`.
+        """
+        return cls(
+            layer=layer,
+            queries=queries,
+            keys=keys,
+            values=values,
+            scaling=scaling,
+            unrotate=partial(pre_rope_keys, layer),
+        )
+
     def with_sums(self) -> LayerInputs:
         """These inputs with `sums`, which is computed from all queries if it is missing."""
         if self.sums is not None:
@@ -212,27 +248,22 @@ class Scorer(Protocol):
     @property
     def observed_queries(self) -> int | None:
         """How many of the prompt's last queries the scores depend on; None: all of them."""
-        ...
 
     @property
     def protected_rows(self) -> int:
         """How many rows per KV head the scores mark with +inf; a smaller budget is raised to that many."""
-        ...
 
     @property
     def depends_on_rows(self) -> bool:
         """Whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
-        ...
 
     @property
     def scores_heads_apart(self) -> bool:
         """Whether a KV head's scores are the same whichever others are scored with it. Then each rank of a
         worker of several compresses its heads itself."""
-        ...
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`; +inf marks tokens that must be selected."""
-        ...
 
 
 ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]
@@ -259,3 +290,61 @@ class Method:
     format: type[LayerFormat] | None = None
     attention: type[AttentionKind] | None = None
     allocation: LayerAllocation | None = None
+
+
+@functools.cache
+def installed_methods() -> Mapping[str, Method]:
+    """The installed methods by name.
+
+    Raises: ConfigurationError: an entry point cannot be loaded, is not a `Method`, or its name is taken.
+    """
+    methods: dict[str, Method] = {}
+    for entry in entry_points(group=GROUP):
+        method = _load(entry)
+        if methods.setdefault(entry.name, method) is not method:
+            raise ConfigurationError(f"two entry points of {GROUP} are named {entry.name!r}")
+    return methods
+
+
+@functools.cache
+def installed_parts(part: str) -> Mapping[str, Any]:
+    """What installed methods bring for a part of a plan, by the name that plans use.
+
+    Args: part: an attribute of `CompressionPlan`, one of `_BROUGHT`.
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring different ones of one name.
+    """
+    what, found = _BROUGHT[part], dict[str, Any]()
+    for method, its in installed_methods().items():
+        named, entry = getattr(its.plan, part), getattr(its, what)
+        if named is not None and entry is not None and found.setdefault(named.name, entry) is not entry:
+            raise ConfigurationError(
+                f"method {method!r} brings a {what} {named.name!r}; another method does too"
+            )
+    return found
+
+
+def with_installed(
+    what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
+) -> Mapping[str, _Entry]:
+    """The package's entries of a registry, then those of installed packages.
+
+    Raises: ConfigurationError: an installed package uses a name of the package.
+    """
+    if taken := sorted(set(own) & set(installed)):
+        raise ConfigurationError(f"installed packages name {what} {', '.join(taken)}; the package has them")
+    return {**own, **installed}
+
+
+def _load(entry: EntryPoint) -> Method:
+    try:
+        method = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"entry point {entry.name!r} of {GROUP} cannot be loaded: {error}"
+        ) from error
+    if not isinstance(method, Method) or method.plan.method != entry.name:
+        raise ConfigurationError(
+            f"entry point {entry.name!r} of {GROUP} is {entry.value}; it must be a Method whose plan has the "
+            "entry point's name"
+        )
+    return method

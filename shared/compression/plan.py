@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.shared.errors import OTHER_RELEASE, ConfigurationError, InvalidRequest
+from kvferry.shared.errors import OTHER_RELEASE, InvalidRequest
 
 ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
@@ -237,18 +237,6 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
             )
     return dict(zip(allowed, map(params.__getitem__, allowed), strict=True))
-
-
-def with_installed(
-    what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
-) -> Mapping[str, _Entry]:
-    """The package's entries of a registry, then those of installed packages.
-
-    Raises: ConfigurationError: an installed package uses a name of the package.
-    """
-    if taken := sorted(set(own) & set(installed)):
-        raise ConfigurationError(f"installed packages name {what} {', '.join(taken)}; the package has them")
-    return {**own, **installed}
 
 
 def look_up(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:

@@ -1,5 +1,5 @@
 """The methods by name, each a `CompressionPlan` as data. Adding a method is one entry of `PRESETS`, or an
-entry point of another package (`installed.py`).
+entry point of another package (`interface.Method`).
 
 The router calls `plan_for` for each request and sends the plan to decode, which resolves it (`resolve.py`).
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.installed import installed_methods
+from kvferry.shared.compression.interface import installed_methods, with_installed
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
@@ -19,7 +20,6 @@ from kvferry.shared.compression.plan import (
     CompressionPlan,
     ParamValue,
     Part,
-    with_installed,
 )
 from kvferry.shared.compression.rdkv.epsilon import OWN_TABLE
 from kvferry.shared.errors import InvalidRequest
@@ -81,6 +81,8 @@ _KIVI = Part(name="kivi", params={"bits": 4})
 _MEASURED = Part(name="attention_variance", params={"normalisation": "minmax"})
 """As the authors' code; with the paper's F, also over its mean, a layer with sharp attention gets next to
 nothing."""
+_PARTS = ("scorer", "attention", "layer_allocation", "representation")
+"""The parts whose parameters a request may change, in the order in which errors name them."""
 _SELECTED = Budget(tokens=2048)
 _READ = Budget(tokens=512)
 
@@ -236,8 +238,7 @@ def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
 
 
 def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> CompressionPlan:
-    all_parts = (plan.scorer, plan.attention, plan.layer_allocation, plan.representation)
-    parts = [part for part in all_parts if part is not None]
+    parts = [part for name in _PARTS if (part := getattr(plan, name)) is not None]
     names = {name: None for part in parts for name in part.params}
     if plan.scorer is not None and REBUDGET_TOKENS not in names:
         names[REBUDGET_TOKENS] = None
@@ -258,11 +259,6 @@ def _overridden(plan: CompressionPlan, overrides: Mapping[str, ParamValue]) -> C
                 params[name] = float(params[name])  # JSON may write 1 for 1.0
         return replace(part, params=params)
 
-    return replace(
-        plan,
-        scorer=changed(plan.scorer) if plan.scorer is not None else None,
-        attention=changed(plan.attention),
-        layer_allocation=changed(plan.layer_allocation),
-        representation=changed(plan.representation),
-        generated=changed(plan.generated) if plan.generated is not None else None,
-    )
+    given: dict[str, Any] = {name: getattr(plan, name) for name in (*_PARTS, "generated")}
+    given.update({name: changed(part) for name, part in given.items() if part is not None})
+    return replace(plan, **given)

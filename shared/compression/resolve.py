@@ -16,15 +16,15 @@ from fractions import Fraction
 from typing import get_args
 
 from kvferry.shared.compression.applicable import check_applicable
-from kvferry.shared.compression.attention.kinds import check_attention, chooses_rows
+from kvferry.shared.compression.attention import check_attention, chooses_rows
 from kvferry.shared.compression.d2o.layer_budgets import Normalisation
 from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
-from kvferry.shared.compression.formats.state import State
-from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import installed_allocations
-from kvferry.shared.compression.interface import LayerAllocation, Sizing
+from kvferry.shared.compression.interface import LayerAllocation, Sizing, installed_parts, with_installed
 from kvferry.shared.compression.plan import (
+    MODEL_FORMATS,
+    STATE_FORMAT,
+    WINDOW_FORMAT,
     CompressionPlan,
     LayerPlan,
     ParamValue,
@@ -32,7 +32,6 @@ from kvferry.shared.compression.plan import (
     ResolvedPlan,
     look_up,
     read_params,
-    with_installed,
 )
 from kvferry.shared.compression.presets import preset
 from kvferry.shared.compression.scorers import make_scorer
@@ -80,15 +79,13 @@ def resolve_plan(
     uncut = fmt.plan_whole(plan, num_prompt_tokens)
     planned = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     fixed = {
-        layer: Window.plan_window(its, num_prompt_tokens) if its.window else State.plan_state()
+        layer: _plan_of_model(its, num_prompt_tokens)
         for layer, its in enumerate(layers)
         if its.window or not its.has_rows
     }
     budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
-        # with dense attention to packed bits, the whole budget is bits, spread over more tokens than rows
-        packed_budget = budget if plan.attention.name == "dense" else rows
         sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *fixed}]
         shares = allocate_layers(
             plan.layer_allocation, rows=rows, num_layers=len(sharing), num_tokens=num_prompt_tokens
@@ -99,7 +96,6 @@ def resolve_plan(
                 layer=layer,
                 rows=share,
                 budget=budget,
-                packed_budget=packed_budget,
                 num_prompt_tokens=num_prompt_tokens,
                 max_new_tokens=max_new_tokens,
                 head_dim=head_dim if heads is None else heads.head_dim,
@@ -116,6 +112,14 @@ def resolve_plan(
         max_new_tokens=max_new_tokens,
         layers=tuple(fixed.get(layer, its) for layer, its in enumerate(planned)),
     )
+
+
+def _plan_of_model(layer: LayerSpec, num_prompt_tokens: int) -> LayerPlan:
+    """The plan of a layer with a window or a state, whatever the method."""
+    if not layer.window:
+        return LayerPlan(rows=1, representation=Part(name=STATE_FORMAT))
+    part = Part(name=WINDOW_FORMAT, params={"window": layer.window, "is_chunked": layer.is_chunked})
+    return LayerPlan(rows=layer.num_needed(num_prompt_tokens), representation=part)
 
 
 def check_resolved(
@@ -168,6 +172,11 @@ def check_plan(plan: CompressionPlan, num_layers: int) -> None:
     preset(plan.method)
     check_attention(plan.attention, scorer=plan.scorer)
     fmt = format_class(plan.representation)
+    if (name := plan.representation.name) in MODEL_FORMATS:
+        raise InvalidRequest(
+            f"format {name!r} belongs to layers in which the model has a {name}; no method can name it",
+            param="kv_compression",
+        )
     fmt.check(plan)
     if plan.generated is not None:
         check_generated(plan.generated, plan, fmt)
@@ -246,10 +255,10 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
     Raises: InvalidRequest: an unknown name or bad parameters.
     """
-    allocation = look_up(
-        "layer_allocation", part.name, with_installed("allocations", ALLOCATIONS, installed_allocations())
+    known: Mapping[str, LayerAllocation] = with_installed(
+        "allocations", ALLOCATIONS, installed_parts("layer_allocation")
     )
-    return allocation(part.params, rows, num_layers, num_tokens)
+    return look_up("layer_allocation", part.name, known)(part.params, rows, num_layers, num_tokens)
 
 
 def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:

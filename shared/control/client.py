@@ -14,17 +14,13 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from kvferry.shared.control.codec import DECODE, PREFILL, Method, Service
-from kvferry.shared.control.event_streams import EVENTS_KEY
+from kvferry.shared.control.event_streams import EVENTS_KEY, Ended, Item, SharedEvents
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
     EventsOfCalls,
-    EventsRequest,
     GenerateEvent,
     GenerateRequest,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -34,8 +30,7 @@ from kvferry.shared.control.messages import (
     WorkerStatus,
 )
 from kvferry.shared.control.seal import SEALED_KEY, Seal, new_call_id
-from kvferry.shared.control.server import DEFAULT_MAX_MESSAGE_BYTES, REQUEST_ID_KEY, ROUTER_KEY, size_limits
-from kvferry.shared.control.shared_events import Ended, Item, SharedEvents
+from kvferry.shared.control.server import MAX_MESSAGE_BYTES, MESSAGE_LIMITS, REQUEST_ID_KEY, ROUTER_KEY
 from kvferry.shared.control.status import from_status
 from kvferry.shared.errors import InvalidRequest, KvferryError, PayloadTooLarge, WorkerUnavailable
 from kvferry.shared.process.silence import SilenceTimer
@@ -54,6 +49,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
+    *MESSAGE_LIMITS,
 )
 
 IDLE_LIMIT_S = 10.0
@@ -72,14 +68,7 @@ class _Client:
     _service: Service
     _role: Role
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        certs: Certs | None = None,
-        router: str = "",
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    ) -> None:
+    def __init__(self, address: str, *, certs: Certs | None = None, router: str = "") -> None:
         """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
         the first call.
 
@@ -91,14 +80,12 @@ class _Client:
         self._router = router
         self.heard_s = 0.0
         """When a stream last brought a message, on the event loop's clock."""
-        self._max_message_bytes = max_message_bytes
-        options = (*_OPTIONS, *size_limits(max_message_bytes))
         if certs is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
             named = ("grpc.ssl_target_name_override", tls_name(self._role))
             self._channel = grpc.aio.secure_channel(
-                address, certs.channel_credentials(), options=(*options, named)
+                address, certs.channel_credentials(), options=(*_OPTIONS, named)
             )
 
     async def close(self) -> None:
@@ -159,8 +146,7 @@ class _Client:
                                 answered = None
                             yield decode(message)
                 except (asyncio.CancelledError, grpc.aio.AioRpcError):
-                    task = asyncio.current_task()
-                    if not silent.is_set() or (task is not None and task.cancelling()):
+                    if not silent.is_set() or _is_cancelled():
                         raise
                     raise WorkerUnavailable(
                         f"{self._address} was silent in a stream for {IDLE_LIMIT_S} s", reason="silent"
@@ -179,9 +165,9 @@ class _Client:
     ) -> AsyncGenerator[Any, None]:
         """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
         message = Seal(method.path, call_id).close(method.request.encode(request))
-        if len(message) > self._max_message_bytes:
+        if len(message) > MAX_MESSAGE_BYTES:
             raise PayloadTooLarge(
-                f"the request is {len(message)} bytes for a worker; it may be {self._max_message_bytes}"
+                f"the request is {len(message)} bytes for a worker; it may be {MAX_MESSAGE_BYTES}"
             )
         try:
             metadata = ((ROUTER_KEY, self._router), *_metadata(request_id, call_id, events_id))
@@ -190,6 +176,11 @@ class _Client:
             raise WorkerUnavailable(
                 f"the connection to {self._address} was closed", reason="closed"
             ) from None
+
+        def ended(code: Any, details: str | None, trailing: Any) -> KvferryError:
+            seal = Seal(method.path, call_id)
+            return from_status(code, details or "", trailing or (), peer=self._address, seal=seal)
+
         try:
             yield call
         except InvalidRequest as error:
@@ -197,27 +188,14 @@ class _Client:
                 f"{self._address} sent an answer that cannot be decoded: {error.message}", reason="bad_answer"
             ) from error
         except grpc.aio.AioRpcError as error:
-            raise from_status(
-                error.code(),
-                error.details() or "",
-                cast(Any, error.trailing_metadata() or ()),
-                peer=self._address,
-                seal=Seal(method.path, call_id),
-            ) from error
+            raise ended(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
             # task.
-            task = asyncio.current_task()
-            if call.done() and (task is None or not task.cancelling()):
-                code, details, metadata = (
-                    await call.code(),
-                    await call.details(),
-                    await call.trailing_metadata(),
-                )
-                raise from_status(
-                    code, details or "", metadata or (), peer=self._address, seal=Seal(method.path, call_id)
-                ) from None
-            raise
+            if not call.done() or _is_cancelled():
+                raise
+            code, details = await call.code(), await call.details()
+            raise ended(code, details, await call.trailing_metadata()) from None
         finally:
             call.cancel()
 
@@ -263,8 +241,8 @@ class GrpcDecodeClient(_Client):
                     async for event in rest:
                         yield event
 
-    def _shared_events(self, request: EventsRequest) -> AsyncGenerator[EventsOfCalls, None]:
-        return self._stream("Events", request, None)
+    def _shared_events(self, stream_id: str) -> AsyncGenerator[EventsOfCalls, None]:
+        return self._stream("Events", stream_id, None)
 
     def finish(self, request_id: str, *, timeout_s: float) -> _Answer[None]:
         return self._unary("Finish", request_id, timeout_s, request_id)
@@ -294,11 +272,11 @@ class GrpcPrefillClient(_Client):
     def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> _Answer[HistoryInfo]:
         return self._unary("PrefixInfo", request, timeout_s)
 
-    def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> _Answer[PendingAnswer]:
-        return self._unary("AnnouncePending", turns, timeout_s)
 
-    def pending_turn(self, session: SessionKey, *, timeout_s: float) -> _Answer[PendingInfo]:
-        return self._unary("PendingTurn", session, timeout_s)
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled our task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _rest(

@@ -121,15 +121,11 @@ def _dataclass(kind: Any, message: Descriptor) -> _Pair:
     names = {field.name for field in dataclasses.fields(kind)}
     if different := names ^ set(message.fields_by_name):
         raise TypeError(f"{kind.__name__} and control.proto differ in {', '.join(sorted(different))}")
-    writers: list[tuple[str, _Convert | None]] = []
-    readers: list[tuple[str, _Convert | None, bool]] = []
-    required: list[str] = []
-    for field in message.fields:
-        write, read = _field(hints[field.name], field)
-        writers.append((field.name, write))
-        readers.append((field.name, read, field.has_presence))
-        if field.has_presence and not _is_optional(hints[field.name]):
-            required.append(field.name)
+    pairs = {field.name: _field(hints[field.name], field) for field in message.fields}
+    writers = [(name, write) for name, (write, _) in pairs.items()]
+    readers = [(field.name, pairs[field.name][1], field.has_presence) for field in message.fields]
+    present = [field.name for field in message.fields if field.has_presence]
+    required = [name for name in present if not _is_optional(hints[name])]
 
     def write_fields(value: Any) -> dict[str, Any]:
         content: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The worker's end of the streams that carry the events of many calls of Generate.
+"""Both ends of the streams that carry the events of many calls of Generate.
 
 A decode step gives every running sequence a token. As a message of its own each of them takes more time than
 all the rest that is done with it, at both ends; here a step's tokens travel in one message.
@@ -13,18 +13,25 @@ A call's own stream stays: it has the request's deadline, its errors and its sig
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
-from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, EventsRequest, GenerateEvent
-from kvferry.shared.errors import InvalidRequest, WorkerUnavailable
+from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, GenerateEvent
+from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
 
 EVENTS_KEY = "kvferry-events"
 """Names the stream in a call's metadata; in the answer's, it says that the call uses it."""
+REOPEN_S = 1.0
+"""How long after a stream has ended another one may be opened."""
+UNKNOWN_S = 60.0
+"""The same where the worker has never had one: those of the release before have none."""
 
 
 class EventStream:
-    """What is to be sent of the calls that use one stream. Used in one event loop."""
+    """At the worker: what is to be sent of the calls that use one stream. Used in one event loop."""
 
     def __init__(self) -> None:
         self._events: list[EventOfCall] = []
@@ -91,27 +98,26 @@ class EventStreams:
         """The stream that a call names; None: its events go to the call's own stream."""
         return None if self._is_ending else self._streams.get(stream_id)
 
-    async def events(
-        self, request: EventsRequest, *, timeout_s: float
-    ) -> AsyncGenerator[EventsOfCalls, None]:
+    async def events(self, stream_id: str, *, timeout_s: float) -> AsyncGenerator[EventsOfCalls, None]:
         """The method Events. Has no deadline.
 
+        Args: stream_id: which calls name; it must be hard to guess.
         Raises: InvalidRequest: there is such a stream.
         """
-        if request.stream_id in self._streams:
+        if stream_id in self._streams:
             raise InvalidRequest(
                 "stream_id is that of an open stream; it must be a new one", param="stream_id"
             )
-        stream = self._streams[request.stream_id] = EventStream()
+        stream = self._streams[stream_id] = EventStream()
         try:
             # an empty message would be a sign of life only
-            yield EventsOfCalls(ended=(request.stream_id,))
+            yield EventsOfCalls(ended=(stream_id,))
             while stream.is_used or not self._is_ending:
                 taken = await stream.take()
                 if taken.events or taken.ended:
                     yield taken
         finally:
-            del self._streams[request.stream_id]
+            del self._streams[stream_id]
             stream.close()
 
     def end(self) -> None:
@@ -119,3 +125,77 @@ class EventStreams:
         self._is_ending = True
         for stream in self._streams.values():
             stream.wake()
+
+
+class Ended:
+    """A call's last event has come."""
+
+
+ENDED = Ended()
+Item = GenerateEvent | Ended | KvferryError | None
+"""None: look at the call's own stream."""
+
+
+class SharedEvents:
+    """At the router: one stream from one worker, and a queue for each call whose events it carries.
+
+        closed ──begin──► opening ──first message──► open ──error, end──► closed: its calls fail
+
+    Calls that begin while it is not open use their own streams.
+
+    Args: call: the method Events, with the id of a stream.
+    """
+
+    def __init__(self, call: Callable[[str], AsyncGenerator[EventsOfCalls, None]]) -> None:
+        self._call = call
+        self._queues: dict[str, asyncio.Queue[Item]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._next_try_s = 0.0
+        self._patience_s = UNKNOWN_S
+        self.stream_id = ""
+        """Of the open stream; "" while there is none."""
+
+    def begin(self) -> None:
+        """Open the stream, unless it is open or was tried a moment ago. Does not wait."""
+        if self._reader is None and time.monotonic() >= self._next_try_s:
+            self._reader = asyncio.create_task(self._read())
+
+    @contextmanager
+    def queue(self, call_id: str) -> Iterator[asyncio.Queue[Item]]:
+        """The events of a call, while in this context."""
+        queue = self._queues[call_id] = asyncio.Queue()
+        try:
+            yield queue
+        finally:
+            del self._queues[call_id]
+
+    async def close(self) -> None:
+        """Close the stream. Idempotent."""
+        if (reader := self._reader) is not None:
+            reader.cancel()
+            await asyncio.wait((reader,))
+
+    async def _read(self) -> None:
+        stream_id, error = secrets.token_hex(16), "ended its stream of events"
+        try:
+            async with aclosing(self._call(stream_id)) as messages:
+                async for message in messages:
+                    self.stream_id, self._patience_s = stream_id, REOPEN_S
+                    self._hand_out(message)
+        except KvferryError as failure:
+            error = failure.message
+        finally:
+            self.stream_id, self._reader = "", None
+            self._next_try_s = time.monotonic() + self._patience_s
+            for queue in self._queues.values():
+                queue.put_nowait(WorkerUnavailable(f"the decode worker {error}", reason="events"))
+
+    def _hand_out(self, message: EventsOfCalls) -> None:
+        queues = self._queues
+        for of_call in message.events:
+            # a call that this end has left may still send
+            with contextlib.suppress(KeyError):
+                queues[of_call.call_id].put_nowait(of_call.event)
+        for call_id in message.ended:
+            with contextlib.suppress(KeyError):
+                queues[call_id].put_nowait(ENDED)

@@ -1,20 +1,15 @@
-"""The control messages between router, prefill and decode, and the two interfaces whose calls carry them.
+"""The control messages between router, prefill and decode, which the calls of `calls.py` carry.
 
 Between processes they travel as the messages of the same names in `proto/control.proto`, converted by
 `codec.py`; in one process they are passed as they are. A new field needs a line here and one in
 `control.proto`. Times are in seconds, sizes in bytes.
-
-The services themselves and their gRPC clients implement the interfaces. Streams are async generators: closing
-one, or cancelling the task that reads it, cancels the work behind it and frees its memory. `timeout_s` is the
-deadline of the whole call. Errors are those of `shared.errors` on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
@@ -22,13 +17,10 @@ from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 ReuseSource = Literal["session", "document", "prefix"]
-"""Whose KV a request reuses: its session's, its document's, or that of another session of the same API
-key."""
+"""Whose KV a request reuses: its session's, its document's, or another session's of the same API key."""
 HistorySource = Literal["recompute", "fetch", "delta"]
 """How prefill got the session's KV: computed again, loaded from the history store, or loaded and shipped
 without the rows that decode still retains."""
-
-
 IMPLICIT_PREFIX = "implicit/"
 
 
@@ -82,6 +74,27 @@ class Ticket:
     part_endpoints: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnPrompt:
+    """What both workers of a turn are told of its prompt.
+
+    The router's `TurnRequest` is one, too, and hands on every field that a worker's request has by that name.
+
+    Attributes:
+        prompt_token_ids: the whole prompt, history included (penalties need it).
+        owner: of the API key; owners take turns in each worker's line. Empty, at prefill: the session's.
+        session: whose history prefill looks up and stages, and whose KV decode may have retained from its
+            last turn and may retain for its next one; None: nothing is stored or retained.
+        probe: a readiness probe; changes no counter of requests, tokens or bytes.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    owner: str = ""
+    session: SessionKey | None = None
+    probe: bool = False
+
+
 # ---- decode ----------------------------------------------------------------------------------------------
 
 
@@ -99,15 +112,11 @@ class SharedStart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(TurnPrompt):
     """Router to decode: reserve memory, wait for the transfer, then stream tokens.
 
     Attributes:
-        prompt_token_ids: the whole prompt, history included (penalties need it).
         store_history: ship the generated tokens' KV back to prefill at the end.
-        probe: a readiness probe; changes no counter of requests, tokens or bytes.
-        session: whose KV may be retained from its last request and for its next one; None retains nothing.
-        owner: of the API key; owners take turns in the line for memory.
         num_siblings: how many requests will share this one's prompt, once it has arrived.
         shares: the prompt that another request has brought, which no transfer will bring again; the prompt,
             the plan and `max_tokens` are that request's.
@@ -115,13 +124,8 @@ class GenerateRequest:
 
     request_id: str
     model_fingerprint: str
-    prompt_token_ids: tuple[int, ...]
     plan: CompressionPlan
-    sampling: SamplingParams
     store_history: bool = False
-    probe: bool = False
-    session: SessionKey | None = None
-    owner: str = ""
     num_siblings: int = 0
     shares: SharedStart | None = None
 
@@ -181,17 +185,6 @@ GenerateEvent = TicketIssued | TransferAccepted | TokenGenerated | GenerationFin
 
 
 @dataclass(frozen=True, kw_only=True)
-class EventsRequest:
-    """Open a stream for the events of many calls of Generate. Part of the protocol over gRPC alone.
-
-    Attributes:
-        stream_id: which calls name; it must be hard to guess.
-    """
-
-    stream_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class EventOfCall:
     """An event of one call of Generate, by the id that the call was sealed with."""
 
@@ -201,7 +194,7 @@ class EventOfCall:
 
 @dataclass(frozen=True, kw_only=True)
 class EventsOfCalls:
-    """What calls of Generate would have sent since the message before.
+    """What calls of Generate would have sent since the message before. Part of the protocol over gRPC alone.
 
     Attributes:
         events: each call's in order.
@@ -216,48 +209,24 @@ class EventsOfCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionBase:
-    """The record that a turn of a session continues, as its router knows it.
+class PrefillPrompt(TurnPrompt):
+    """What prefill alone is told of a turn's prompt.
 
     Attributes:
-        router: random, one for each start of a router.
-        commit_id: of the record in Redis, or of a deletion's marker; "" where Redis has neither.
-    """
-
-    router: str
-    commit_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillRequest:
-    """Router to prefill: run the prompt, compress its KV, ship it and return the first token.
-
-    Attributes:
-        owner: of the API key; owners take turns in the queue. Empty: the session's.
-        session: whose history is looked up and staged; None stores none.
         document: whose history a new session may start from; of the same owner.
         retained_bins: how many equal stretches of the prompt to report the retained fraction of; 0 for none,
             at most 512.
         has_history: the session has had requests before, so missing history counts as a miss.
         max_reused_tokens: use stored KV of at most so many of the prompt's first tokens; None: of all. Which
             rows some methods select depends on this number, so a turn that resumes keeps to its first one.
+        priority: orders the waiting prompts of one owner, the smallest first.
         prompt_logprobs: report the prompt's own tokens with this many alternatives each, at most 20; every
             token is then run, so there is no session. None reports none.
-        priority: orders the waiting prompts of one owner, the smallest first.
         retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
             the rows; None where it retains none.
-        session_base: what the turn continues; the worker refuses it where another router has acknowledged a
-            turn beyond that. None: there is one router, or the prompt is the whole conversation.
         siblings: of completions of the same prompt whose first tokens are sampled, too.
     """
 
-    request_id: str
-    model_fingerprint: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    ticket: Ticket
-    session: SessionKey | None = None
-    probe: bool = False
     document: SessionKey | None = None
     retained_bins: int = 0
     has_history: bool = False
@@ -265,9 +234,16 @@ class PrefillRequest:
     priority: int = 0
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
-    owner: str = ""
-    session_base: SessionBase | None = None
     siblings: tuple[SamplingParams, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRequest(PrefillPrompt):
+    """Router to prefill: run the prompt, compress its KV, ship it and return the first token."""
+
+    request_id: str
+    model_fingerprint: str
+    ticket: Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,50 +341,6 @@ class PrefixRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingTurn:
-    """A turn that its router has acknowledged and Redis lacks.
-
-    Attributes: bases: the commits in Redis that it goes beyond.
-    """
-
-    session: SessionKey
-    bases: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingTurns:
-    """Router to prefill: what other routers must not continue without.
-
-    Attributes:
-        router: as of `SessionBase`.
-        lease_s: for how long this is to be remembered; the router repeats it while it is true.
-    """
-
-    router: str
-    lease_s: float
-    turns: tuple[PendingTurn, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingAnswer:
-    """Attributes: overtaken: of these sessions another router has begun a turn from one of the bases."""
-
-    overtaken: tuple[SessionKey, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingInfo:
-    """Attributes: bases: of a session's `PendingTurn`; empty where none is known."""
-
-    bases: tuple[str, ...] = ()
-
-    def goes_beyond(self, commit_id: str) -> bool:
-        """Whether the turn is still to follow this commit in Redis. Where another commit, or a deletion, has
-        come first, it is dropped."""
-        return bool(self.bases) and (not commit_id or commit_id in self.bases)
-
-
-@dataclass(frozen=True, kw_only=True)
 class HistoryInfo:
     """What is stored of a session.
 
@@ -452,70 +384,5 @@ class WorkerStatus:
     draining: bool = False
 
 
-# ---- calls -----------------------------------------------------------------------------------------------
-
 calling_router: ContextVar[str] = ContextVar("calling_router", default="")
 """The name of the router whose call a worker answers; empty where it gave none."""
-
-
-class DecodeControl(Protocol):
-    """The calls that a decode worker answers."""
-
-    def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Reserve memory, receive the prompt's KV or copy the one that the request shares, decode. Yields
-        TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request stores
-        history, HistoryReturned."""
-        ...
-
-    async def finish(self, request_id: str, *, timeout_s: float) -> None:
-        """End a completion early; `generate` still yields its last events. An unknown id is no error."""
-        ...
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Free the KV retained for a session; returns what was retained."""
-        ...
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
-
-
-class PrefillControl(Protocol):
-    """The calls that a prefill worker answers."""
-
-    def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
-        """Run a prompt, compress and ship its KV. Yields FirstToken, then TransferDone."""
-        ...
-
-    async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
-        """Send a running request's blocks to another reservation. The prompt is not run again.
-
-        Raises:
-            TransferFailed: the request is not running, its blocks are no longer in the buffer, or the other
-                reservation is not for the same plan ("resend").
-        """
-        ...
-
-    async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
-        """Publish the history that a turn staged as the session's record."""
-        ...
-
-    async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        """Discard the history that a turn staged. An unknown id is no error."""
-        ...
-
-    async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
-
-    async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
-        """How many of a prompt's first tokens are stored for its owner; without their size."""
-        ...
-
-    async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """Delete a session's history; returns what was stored. Turns in flight for it will not commit."""
-        ...
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        """Refuse other routers' turns that would continue these sessions without the turns."""
-        ...
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo: ...
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...

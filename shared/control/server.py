@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -19,14 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.shared.control import codec
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.codec import Method
 from kvferry.shared.control.event_streams import EVENTS_KEY, EventStreams
-from kvferry.shared.control.messages import (
-    DecodeControl,
-    PrefillControl,
-    TransferAccepted,
-    calling_router,
-)
+from kvferry.shared.control.messages import TransferAccepted, calling_router
 from kvferry.shared.control.seal import EARLIER_KEY, SEALED_KEY, Seal, is_sealed
 from kvferry.shared.control.status import to_status
 from kvferry.shared.errors import Cancelled, ConfigurationError, KvferryError
@@ -35,7 +31,13 @@ from kvferry.shared.process.serving import HANDSHAKE_S
 from kvferry.shared.telemetry.tracing import context_of, entry
 from kvferry.shared.trust.certs import Certs, tls_name
 
-DEFAULT_MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger requests are refused."""
+MESSAGE_LIMITS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+"""gRPC's options for it, of servers and of channels."""
 DEFAULT_TIMEOUT_S = 3600.0
 REQUEST_ID_KEY = "x-request-id"
 ROUTER_KEY = "kvferry-router"
@@ -85,7 +87,6 @@ async def serve_control(
     decode: DecodeControl | None = None,
     certs: Certs | None = None,
     with_reflection: bool = False,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> ControlServer:
     """Serve one or both control interfaces.
 
@@ -93,13 +94,12 @@ async def serve_control(
         listen: host:port; port 0 picks a free one.
         certs: the worker's; only the router may then call. None: without TLS.
         with_reflection: describe the services to any client that may connect.
-        max_message_bytes: larger requests are refused.
 
     Raises:
         ConfigurationError: the address cannot be bound.
     """
     handshake = ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000))  # to the client's settings
-    server = grpc.aio.server(options=(*_OPTIONS, handshake, *size_limits(max_message_bytes)))
+    server = grpc.aio.server(options=(*_OPTIONS, handshake, *MESSAGE_LIMITS))
     names, streams = [], EventStreams()
     for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
         if implementation is not None:
@@ -125,12 +125,6 @@ async def serve_control(
     for name in ("", *names):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     return ControlServer(server, status, streams, f"{listen.rpartition(':')[0]}:{port}")
-
-
-def size_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """gRPC's options for the largest message, of servers and of channels."""
-    options = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
-    return tuple((option, max_message_bytes) for option in options)
 
 
 def _handler(
@@ -173,7 +167,9 @@ def _handler(
                 stream = streams.find(headers.get(EVENTS_KEY, "")) if seal is not None else None
                 if stream is not None:
                     await _sent(context.send_initial_metadata(((EVENTS_KEY, "shared"),)))
-                with _span(span_name, headers), stream.of_call() if stream is not None else nullcontext():
+                parent = context_of(headers)
+                span = nullcontext() if parent is None else entry(span_name, parent)
+                with span, stream.of_call() if stream is not None else nullcontext():
                     async with aclosing(answer), write_all as write:
                         call_id, is_shared = headers.get(SEALED_KEY, ""), False
                         async for event in answer:
@@ -244,9 +240,3 @@ async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[byte
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-
-def _span(name: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-    """A tracing span, if the call belongs to a trace."""
-    parent = context_of(headers)
-    return nullcontext() if parent is None else entry(name, parent)

@@ -60,7 +60,8 @@ def to_status(error: KvferryError, seal: Seal | None) -> Status:
     if error.reason == OTHER_RELEASE and isinstance(error, InvalidRequest):
         error = Overloaded(f"in kvferry {VERSION}, {error.message}", reason=OTHER_RELEASE)
     metadata: list[tuple[str, str | bytes]] = [
-        (CLASS_KEY, _nearest_class(type(error))),
+        # or its nearest base in the error tree
+        (CLASS_KEY, next(base.__name__ for base in type(error).__mro__ if base.__name__ in _CLASSES)),
         (REASON_KEY, error.reason if error.reason.isascii() and error.reason.isprintable() else "other"),
     ]
     if error.param is not None:
@@ -101,11 +102,6 @@ def from_status(
         reason=_text(fields.get(REASON_KEY)),
         retry_after_s=_seconds(_text(fields.get(RETRY_AFTER_KEY))),
     )
-
-
-def _nearest_class(kind: type[KvferryError]) -> str:
-    """The name of the class, or of its nearest base in the error tree."""
-    return next(base.__name__ for base in kind.__mro__ if base.__name__ in _CLASSES)
 
 
 def _text(value: str | bytes | None) -> str:

@@ -1,12 +1,16 @@
-"""A worker's choice of kernels, and its metrics: each op's path, how often it was taken, and quarantine.
+"""A worker's choice of kernels, where they are stored, and its metrics: each op's path, how often it was
+taken, and quarantine.
 
 Between the services' options and `kernels/dispatch.py`, which decides. Knows no kernel.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import structlog
@@ -17,7 +21,6 @@ from prometheus_client.registry import Collector
 from kvferry.kernels import dispatch
 from kvferry.kernels.dispatch import KernelMode, KernelPath, KernelUnavailable
 from kvferry.kernels.quarantine import Quarantined, on_quarantine, quarantined
-from kvferry.shared.device.kernel_cache import cache_folder, check_cache
 from kvferry.shared.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)
@@ -29,6 +32,7 @@ OPS: dict[Role, tuple[str, ...]] = {
     "decode": tuple(sorted({*dispatch.TRITON_OPS, *dispatch.TORCH_OPS}.difference(_PREFILL_OPS))),
 }
 """Who calls which ops while serving."""
+ADVICE = "set TRITON_CACHE_DIR to a writable folder on a file system without noexec"
 
 
 def choose_kernels(mode: KernelMode, device: torch.device) -> None:
@@ -43,6 +47,34 @@ def choose_kernels(mode: KernelMode, device: torch.device) -> None:
     if dispatch.compiles(device):
         check_cache(cache_folder())
     on_quarantine(_log_quarantine)
+
+
+def cache_folder() -> Path:
+    """Triton's cache in this process. Triton must be installed."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+def cache_problem(folder: Path) -> str | None:
+    """Why kernels cannot be stored in a folder and loaded from it; None if they can. Makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"{folder} is on a file system with noexec"
+    return None
+
+
+def check_cache(folder: Path) -> None:
+    """Raises: ConfigurationError: every kernel would fail, and a worker be slow without a word."""
+    if (problem := cache_problem(folder)) is not None:
+        raise ConfigurationError(
+            f"Triton's cache cannot be used: {problem}; {ADVICE}, or --kernels torch to do without kernels"
+        )
 
 
 def _log_quarantine(entry: Quarantined) -> None:

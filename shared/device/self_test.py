@@ -34,22 +34,17 @@ from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec,
 
 _log = structlog.get_logger(__name__)
 
-START_S = 180.0
-"""How long a child may take to import torch and use the device."""
-COMPILE_S = 300.0
-"""How long a case may take to compile; in Triton's interpreter it also runs in this time."""
-RUN_S = 5.0
-"""How long a launched case may take."""
 COMMAND = (sys.executable, "-P", "-m", "kvferry.shared.device.self_test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits of a child; see the constants."""
+    """How long a child may take to import torch and use the device, and a case to compile (in Triton's
+    interpreter it also runs in this time) and to run once it is launched."""
 
-    start_s: float = START_S
-    compile_s: float = COMPILE_S
-    run_s: float = RUN_S
+    start_s: float = 180.0
+    compile_s: float = 300.0
+    run_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +148,10 @@ class _Child:
     """A child process and its reports."""
 
     def __init__(self, ops: Sequence[str], shape: BatchShape, command: Sequence[str]) -> None:
+        names = {"dtype": str(shape.dtype).removeprefix("torch."), "device": str(shape.device)}
         task = {
             "ops": list(ops),
-            "num_kv_heads": shape.num_kv_heads,
-            "group_size": shape.group_size,
-            "head_dim": shape.head_dim,
-            "has_windows": shape.has_windows,
-            "has_plain_softmax": shape.has_plain_softmax,
-            "dtype": str(shape.dtype).removeprefix("torch."),
-            "device": str(shape.device),
+            "shape": vars(shape) | names,
             "mode": dispatch.mode(),
             "num_threads": torch.get_num_threads(),
         }
@@ -286,24 +276,15 @@ def run_child(arguments: Sequence[str]) -> int:
         reports.write(json.dumps(fields) + "\n")
 
     task = json.loads(arguments[0])
-    device = torch.device(task["device"])
+    given = task["shape"]
+    assert given["dtype"] in get_args(DTypeName)
+    device = torch.device(given["device"])
+    shape = BatchShape(**given | {"dtype": TORCH_DTYPES[given["dtype"]], "device": device})
     torch.set_num_threads(task["num_threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         _load_libraries(device)
     dispatch.configure(task["mode"], device)
-    assert task["dtype"] in get_args(DTypeName)
-    shape = BatchShape(
-        num_layers=1,
-        num_slots=1,
-        num_kv_heads=task["num_kv_heads"],
-        group_size=task["group_size"],
-        head_dim=task["head_dim"],
-        has_windows=task["has_windows"],
-        has_plain_softmax=task["has_plain_softmax"],
-        dtype=TORCH_DTYPES[task["dtype"]],
-        device=device,
-    )
     report(phase="ready")
     for op in task["ops"]:
         finding = run_op(op, shape, report)

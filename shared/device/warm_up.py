@@ -21,12 +21,12 @@ from kvferry.kernels.column_sums import column_sums, window_scores
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
 from kvferry.shared.model.interface import LanguageModel
@@ -73,7 +73,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
     spec = model.spec
     num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
     methods = applicable_methods(spec.layers)
-    pass_ = PromptPass(model)
+    pass_ = CollectingPass(model)
     token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
     model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
     for number, method in enumerate(methods):
@@ -133,7 +133,7 @@ def _budget(method: str, num_tokens: int) -> Budget | None:
 
 
 @dataclass
-class PromptPass:
+class CollectingPass:
     """Implements `PrefillObserver` and `LayerStates`: collects the layers of a prompt without history."""
 
     model: LanguageModel
@@ -144,16 +144,8 @@ class PromptPass:
         return None
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self.layers.append(
-            LayerInputs(
-                layer=layer,
-                queries=queries,
-                keys=keys,
-                values=values,
-                scaling=scaling,
-                unrotate=lambda rows: self.model.pre_rope_keys(layer, rows),
-            )
-        )
+        pre_rope_keys = self.model.pre_rope_keys
+        self.layers.append(LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling))
 
     def load(self, layer: int) -> None:
         return None

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -27,15 +27,13 @@ from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, KvferryError, SessionBusy, StoreUnavailable
 from kvferry.shared.history.checkpoints import LayerState, longest
 from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
-from kvferry.shared.history.rows import RowChunk, part_of, piece_chunks
+from kvferry.shared.history.rows import RowChunk
 from kvferry.shared.history.storage import Storage, new_record
-from kvferry.shared.history.stored_format import CheckpointEntry, TierRecord
+from kvferry.shared.history.stored_format import TierRecord
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-Then = Callable[[list[RowChunk]], T]
-"""What is done with a layer's rows on the thread that has read them."""
 
 _MAX_REMEMBERED = 65_536
 _MAX_WAITING = 64
@@ -99,15 +97,16 @@ class BackTier:
         self._deletions: OrderedDict[SessionKey, object] = OrderedDict()
         """Those that are pending, each with an object of its own: a later one of a session is another."""
         self._writer = ThreadPoolExecutor(1, f"kvferry-history-{self.name}-writer")
-        self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
+        self.fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
 
     # ---- reading -----------------------------------------------------------------------------------------
 
     def look_up(self, session: SessionKey) -> tuple[TierRecord | None, str]:
         """The session's record, and why there is none although there may be one: "", `unavailable` (the tier
         did not answer) or "corrupt"."""
-        if self._is_deleted(session):
-            return None, ""
+        with self._records.lock:
+            if session in self._deletions:  # it may not be deleted yet
+                return None, ""
         try:
             return self.storage.record(session), ""
         except StoreUnavailable as error:
@@ -124,33 +123,12 @@ class BackTier:
             return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
         return HistoryInfo(num_tokens=len(record.token_ids), size_bytes=record.size_bytes, tier=self.name)
 
-    def rows(
-        self, session: SessionKey, record: TierRecord, start: int, stop: int, *, source: ReuseSource
-    ) -> BackRows:
-        """The rows of tokens [start, stop) of a record, and the states after them; nothing is read yet."""
-        states = next((its for its in record.body.checkpoints if its.num_tokens == stop), None)
-        return BackRows(
-            partial(self._fetch, session, record, start, stop),
-            lambda entry: self._fetchers.submit(self.storage.load_states, session, entry),
-            tier=self,
-            num_tokens=stop - start,
-            source=source,
-            states=states,
-            num_exact_tokens=record.num_exact_tokens,
-        )
-
-    def _fetch(
-        self, session: SessionKey, record: TierRecord, start: int, stop: int, layer: int, then: Then[T]
-    ) -> Future[tuple[list[RowChunk], T]]:
-        def read() -> tuple[list[RowChunk], T]:
-            chunks = self.storage.load(session, record, layer, start, stop)
-            return chunks, then(chunks)
-
-        return self._fetchers.submit(read)
-
-    def reusable(self, record: TierRecord, limit: int) -> int:
-        """How many of the record's first tokens, at most `limit`, can be continued from."""
-        return longest(record.body.checkpoints, limit) if self.storage.shape.states else limit
+    def reusable(self, record: TierRecord, prompt: tuple[int, ...], limit: int) -> int:
+        """How many of the prompt's first `limit` tokens can be continued from."""
+        if not self.storage.shape.serves(record):
+            return 0
+        num_shared = min(common_prefix(record.token_ids, prompt), limit)
+        return longest(record.body.checkpoints, num_shared) if self.storage.shape.states else num_shared
 
     def wrote(self, session: SessionKey) -> bool:
         """Whether this worker has written the session, which was not deleted since."""
@@ -222,7 +200,7 @@ class BackTier:
         except FutureTimeout:
             log.warning("history not written at shutdown", tier=self.name, waited_s=_CLOSE_TIMEOUT_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self.fetchers.shutdown(wait=False, cancel_futures=True)
         self.storage.close()
 
     def _wait(self, done: Future[T], timeout_s: float, message: str) -> None:
@@ -238,11 +216,6 @@ class BackTier:
         if commit is not None:
             self._records.release(commit.record.parts)
         return commit is not None
-
-    def _is_deleted(self, session: SessionKey) -> bool:
-        """Whether the session is to be deleted and may not be yet."""
-        with self._records.lock:
-            return session in self._deletions
 
     # ---- the writer's thread -----------------------------------------------------------------------------
 
@@ -307,17 +280,11 @@ class BackTier:
         else:
             new = new_record(
                 session,
+                record,
                 shape=self.storage.shape,
                 base=base,
                 num_base_tokens=num_base_tokens,
-                token_ids=record.token_ids,
-                layers=[
-                    part_of(piece_chunks(record.pieces, layer), num_base_tokens, len(record.token_ids))
-                    for layer in range(self.storage.shape.num_layers)
-                ],
-                checkpoints=record.checkpoints,
                 method=commit.method,
-                num_exact_tokens=record.num_exact_tokens,
                 value_bytes=self.storage.value_bytes,
             )
             self.storage.write(session, base, new)
@@ -358,44 +325,52 @@ def _remember(table: OrderedDict[SessionKey, T], session: SessionKey, value: T) 
 
 
 class BackRows:
-    """`num_tokens` tokens' rows of each layer, and the states after them.
+    """The rows of tokens [start, stop) of a tier's record, and the states after them; nothing is read yet.
 
-    Args:
-        fetch, fetch_states: begin to read a layer's rows, and to do something with them, or all states.
-        source: whose record they are of.
-        states: None if the model has none.
+    Args: source: whose record it is.
+
+    Attributes:
+        tier: its name.
         num_exact_tokens: of the record, from its first token; see `StoredRecord`.
     """
 
     def __init__(
         self,
-        fetch: Callable[[int, Then[Any]], Future[tuple[list[RowChunk], Any]]],
-        fetch_states: Callable[[CheckpointEntry], Future[dict[int, LayerState]]],
-        *,
         tier: BackTier,
-        num_tokens: int,
+        session: SessionKey,
+        record: TierRecord,
+        start: int,
+        stop: int,
+        *,
         source: ReuseSource,
-        states: CheckpointEntry | None,
-        num_exact_tokens: int,
     ) -> None:
-        self.num_tokens = num_tokens
-        self.num_exact_tokens = num_exact_tokens
+        self.num_tokens = stop - start
+        self.num_exact_tokens = record.num_exact_tokens
         self.source = source
         self.tier = tier.name
-        self.ends_turn = states is not None and states.ends_turn
-        self._unavailable = tier.unavailable
-        self.fetch = fetch
-        self._fetch_states = fetch_states
-        self._clock = tier.clock
-        self._remaining_s = tier.turn_timeout_s
-        self._entry = states
+        self._back_tier = tier
+        self._session, self._record, self._start, self._stop = session, record, start, stop
+        self._entry = next((its for its in record.body.checkpoints if its.num_tokens == stop), None)
+        self.ends_turn = self._entry is not None and self._entry.ends_turn
         self._states: Future[dict[int, LayerState]] | None = None
+        self._remaining_s = tier.turn_timeout_s
+
+    def fetch(self, layer: int, then: Callable[[list[RowChunk]], T]) -> Future[tuple[list[RowChunk], T]]:
+        """Begin to read a layer's rows, and to do something with them on the thread that has read them."""
+
+        def read() -> tuple[list[RowChunk], T]:
+            storage = self._back_tier.storage
+            chunks = storage.load(self._session, self._record, layer, self._start, self._stop)
+            return chunks, then(chunks)
+
+        return self._back_tier.fetchers.submit(read)
 
     def load_state(self, layer: int) -> LayerState:
         """Wait for the states, and return one layer's. Raises: as `wait`."""
         assert self._entry is not None, "the model has no states"
         if self._states is None:
-            self._states = self._fetch_states(self._entry)
+            load_states = self._back_tier.storage.load_states
+            self._states = self._back_tier.fetchers.submit(load_states, self._session, self._entry)
         return self.wait(self._states, "the states were")[layer]
 
     def wait(self, fetch: Future[T], what: str) -> T:
@@ -404,13 +379,14 @@ class BackRows:
         Args: what: was not read, for the error.
         Raises: HistoryMiss, reason "TIER_slow", "TIER_unavailable", "evicted" or "corrupt".
         """
-        begin_s = self._clock()
+        clock = self._back_tier.clock
+        begin_s = clock()
         try:
             return fetch.result(max(0.0, self._remaining_s))
         except FutureTimeout:
             message = f"{self.tier} was too slow: {what} not read in the time that a turn may wait"
             raise HistoryMiss(message, reason=f"{self.tier}_slow") from None
         except StoreUnavailable as error:
-            raise HistoryMiss(error.message, reason=self._unavailable) from error
+            raise HistoryMiss(error.message, reason=self._back_tier.unavailable) from error
         finally:
-            self._remaining_s -= self._clock() - begin_s
+            self._remaining_s -= clock() - begin_s

@@ -98,10 +98,6 @@ class DiskHistory:
                 f"history_disk is {str(folder)!r}; it must be a folder that can be written: {error}"
             ) from None
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
     def close(self) -> None:
         """Nothing is open between calls."""
 
@@ -128,21 +124,12 @@ class DiskHistory:
                 os.utime(self._session_folder(session) / "record")
         for entry, of_segment in groupby(wanted, key=lambda want: want.entry):
             names = [f"{layer}.{want.index}" for want in of_segment]
-            path = self._path(session, entry.segment_id)
-            try:
-                with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
-                    values += _read_tensors(file, names)
-            except FileNotFoundError:
-                values += [None] * len(names)
+            values += self._read(self._path(session, entry.segment_id), names)
         return read_values(session, wanted, values, shape=self.shape, layer=layer)
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
         layers = list(self.shape.states)
-        values: Sequence[bytes | None] = [None] * len(layers)
-        with contextlib.suppress(FileNotFoundError):
-            path = self._path(session, entry.checkpoint_id)
-            with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
-                values = _read_tensors(file, [str(layer) for layer in layers])
+        values = self._read(self._path(session, entry.checkpoint_id), [str(layer) for layer in layers])
         return {
             layer: read_state(
                 value, session, shape=self.shape, checkpoint_id=entry.checkpoint_id, layer=layer
@@ -150,10 +137,25 @@ class DiskHistory:
             for layer, value in zip(layers, values, strict=True)
         }
 
+    @staticmethod
+    def _read(path: Path, names: Sequence[str]) -> Sequence[bytes | None]:
+        """Bytes of some tensors of a file; None for each where there is no file."""
+        try:
+            with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
+                return _read_tensors(file, names)
+        except FileNotFoundError:
+            return [None] * len(names)
+
     # ---- writing -----------------------------------------------------------------------------------------
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
-        header = _segment_header(new)
+        header = _header(
+            {
+                f"{layer}.{index}": self.shape.chunk_header_bytes + chunk.size_bytes
+                for layer, chunks in enumerate(new.layers)
+                for index, chunk in enumerate(chunks)
+            }
+        )
         folder = self._session_folder(session)
         named = self._paths(session, new.record)
         with _named_errors(), self._locked():
@@ -185,7 +187,7 @@ class DiskHistory:
             with _published(folder / "record") as file:
                 file.write(new.value)
             _remove(folder, spared=named | {folder / "record"})
-            self._size_bytes = sum(size for _, size, _ in self._sessions())
+            self.size_bytes = sum(size for _, size, _ in self._sessions())
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         with _named_errors():
@@ -197,7 +199,7 @@ class DiskHistory:
     def delete(self, session: SessionKey) -> None:
         with _named_errors(), self._locked():
             _remove(self._session_folder(session))
-            self._size_bytes = sum(size for _, size, _ in self._sessions())
+            self.size_bytes = sum(size for _, size, _ in self._sessions())
 
     def _check_base(self, session: SessionKey, base: TierRecord | None) -> None:
         """Raises: SessionBusy, HistoryMiss as `Storage.write`."""
@@ -211,14 +213,14 @@ class DiskHistory:
         """Remove expired sessions, then the least recently used, until `num_bytes` fit beside the others.
         Returns whether they do."""
         sessions = sorted(self._sessions())
-        self._size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
+        self.size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
         oldest_s = self._wall_clock() - self._ttl_s
         for used_s, size_bytes, folder in sessions:
-            is_needed = used_s >= oldest_s and self._size_bytes + num_bytes <= self._max_bytes
+            is_needed = used_s >= oldest_s and self.size_bytes + num_bytes <= self._max_bytes
             if folder != spared and not is_needed:
                 _remove(folder)
-                self._size_bytes -= size_bytes
-        return self._size_bytes + num_bytes <= self._max_bytes
+                self.size_bytes -= size_bytes
+        return self.size_bytes + num_bytes <= self._max_bytes
 
     def _sessions(self) -> Iterator[tuple[float, int, Path]]:
         """When each session was last used (0 if it has no record), its bytes and its folder."""
@@ -311,17 +313,6 @@ def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
 def _tensor(begin: int, end: int) -> _Tensor:
     """The entry of the bytes [begin, end)."""
     return _Tensor("U8", (end - begin,), (begin, end))
-
-
-def _segment_header(new: NewRecord) -> bytes:
-    """The beginning of a segment's file, up to its first value."""
-    return _header(
-        {
-            f"{layer}.{index}": new.shape.chunk_header_bytes + chunk.size_bytes
-            for layer, chunks in enumerate(new.layers)
-            for index, chunk in enumerate(chunks)
-        }
-    )
 
 
 def _header(sizes_bytes: Mapping[str, int]) -> bytes:

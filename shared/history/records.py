@@ -300,9 +300,6 @@ class PrefixIndex:
         """How many of the first blocks some record of the owner has."""
         return sum(1 for _ in takewhile(lambda block: (owner, block) in self._records, blocks))
 
-    def __len__(self) -> int:
-        return len(self._records)
-
 
 def block_hashes(token_ids: tuple[int, ...], num_tokens: int) -> Iterator[int]:
     """A 64-bit number for each whole block of the first `num_tokens` tokens, of this block and all before. It

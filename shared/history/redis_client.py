@@ -8,6 +8,7 @@ Sentinel's master or to a cluster, and its `Retry` retries; the circuit breaker 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,7 +39,6 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from kvferry.shared.errors import StoreUnavailable
-from kvferry.shared.history.breaker import CircuitBreaker
 from kvferry.shared.history.redis_url import RedisAddress, parse_redis_url
 
 T = TypeVar("T")
@@ -104,13 +104,74 @@ class RedisOptions:
         return parse_redis_url(self.url)
 
 
+class CircuitBreaker:
+    """After several failures in a row, calls fail at once for a while: a dead Redis delays one turn for a
+    bounded time, and the next ones not at all. Thread-safe.
+
+        CLOSED ──max_failures calls in a row fail──► OPEN ──open_s pass──► one trial ──succeeds──► CLOSED
+                                                      ▲                        │
+                                                      └── fails, or never ends ┘
+
+    Another trial is allowed `open_s` after the last one, even if that never reported its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_failures: int,
+        open_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """Args: open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return
+        together; clock: monotonic seconds."""
+        self._max_failures = max_failures
+        self._open_s = open_s
+        self._clock = clock
+        self._uniform = uniform
+        self._lock = threading.Lock()
+        self._num_failures = 0
+        self._retry_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last calls failed. A call may still be allowed, as a trial."""
+        with self._lock:
+            return self._num_failures >= self._max_failures
+
+    def enter(self) -> None:
+        """Call this before a call. Raises StoreUnavailable, reason "breaker_open", if the call should not be
+        made."""
+        with self._lock:
+            if self._num_failures < self._max_failures:
+                return
+            wait_s = self._retry_at_s - self._clock()
+            if wait_s > 0:
+                raise StoreUnavailable(
+                    f"Redis did not answer recently; the next attempt is in {wait_s:.1f} s",
+                    reason="breaker_open",
+                    retry_after_s=wait_s,
+                )
+            self._postpone()
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._num_failures = 0
+
+    def failed(self) -> None:
+        with self._lock:
+            self._num_failures += 1
+            self._postpone()
+
+    def _postpone(self) -> None:
+        self._retry_at_s = self._clock() + self._open_s * self._uniform(0.75, 1.25)
+
+
 class _Link:
     """What both links share: a client made on the first call, a retry and a breaker."""
 
-    def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
-        self.breaker = breaker or CircuitBreaker(
-            max_failures=options.breaker_failures, open_s=options.breaker_open_s
-        )
+    def __init__(self, options: RedisOptions) -> None:
+        self.breaker = CircuitBreaker(max_failures=options.breaker_failures, open_s=options.breaker_open_s)
         self._options = options
         longest_s = _FAILOVER_BACKOFF_S if options.waits_for_failover else _MAX_BACKOFF_S
         self._backoff = EqualJitterBackoff(cap=longest_s, base=options.backoff_s)
@@ -138,8 +199,8 @@ class _Link:
 class RedisLink(_Link):
     """A blocking client behind retries and a breaker. Thread-safe."""
 
-    def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
-        super().__init__(options, breaker=breaker)
+    def __init__(self, options: RedisOptions) -> None:
+        super().__init__(options)
         self._lock = threading.Lock()
         self._retry = Retry(self._backoff, options.num_retries, (_Retryable,))
 
@@ -192,8 +253,8 @@ class RedisLink(_Link):
 class AsyncRedisLink(_Link):
     """The same for one event loop."""
 
-    def __init__(self, options: RedisOptions, *, breaker: CircuitBreaker | None = None) -> None:
-        super().__init__(options, breaker=breaker)
+    def __init__(self, options: RedisOptions) -> None:
+        super().__init__(options)
         retryable: Any = (_Retryable,)
         self._retry = AsyncRetry(self._backoff, options.num_retries, retryable)
 

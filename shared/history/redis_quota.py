@@ -87,12 +87,8 @@ class RedisQuota:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._wall_clock = wall_clock
-        self._total_bytes = 0
-
-    @property
-    def total_bytes(self) -> int:
+        self.total_bytes = 0
         """What all owners took when this worker last wrote or deleted."""
-        return self._total_bytes
 
     def reserve(self, session: SessionKey, size_bytes: int) -> list[SessionKey]:
         """Count a session as so many bytes; returns the sessions that must be deleted for it.
@@ -151,7 +147,7 @@ class RedisQuota:
                 pipeline.zrem(expiries, _member(owner))
             pipeline.hvals(sizes)
 
-        self._total_bytes = sum(map(int, self._link.pipeline(publish)[-1]))
+        self.total_bytes = sum(map(int, self._link.pipeline(publish)[-1]))
 
 
 def _member(owner: str) -> str:

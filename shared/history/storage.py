@@ -12,7 +12,8 @@ import msgspec
 
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, thinned
-from kvferry.shared.history.rows import RowChunk, part_of
+from kvferry.shared.history.records import StoredRecord
+from kvferry.shared.history.rows import RowChunk, part_of, piece_chunks
 from kvferry.shared.history.stored_format import (
     FENCE_BYTES,
     CheckpointEntry,
@@ -129,24 +130,23 @@ class NewRecord:
 
 def new_record(
     session: SessionKey,
+    record: StoredRecord,
     *,
     shape: StoredShape,
     base: TierRecord | None,
     num_base_tokens: int,
-    token_ids: Sequence[int],
-    layers: Sequence[Sequence[RowChunk]],
     method: str,
     value_bytes: int,
-    checkpoints: Sequence[Checkpoint] = (),
-    num_exact_tokens: int = 0,
 ) -> NewRecord:
-    """The record of `token_ids`: the base's first `num_base_tokens`, then a new segment of `layers`' rows.
+    """A record of memory as a tier stores it: the base's first `num_base_tokens`, then a new segment.
 
-    Args:
-        value_bytes: bytes of one value, about.
-        checkpoints: of the new record, with those that the base has.
-        num_exact_tokens: as if all rows were the new ones; see `StoredRecord`.
+    Args: value_bytes: bytes of one value, about.
     """
+    token_ids, num_exact_tokens = record.token_ids, record.num_exact_tokens
+    layers = [
+        part_of(piece_chunks(record.pieces, layer), num_base_tokens, len(token_ids))
+        for layer in range(shape.num_layers)
+    ]
     base_exact = base.body.num_exact_tokens if base is not None else 0
     if base_exact < num_base_tokens:
         num_exact_tokens = min(num_exact_tokens, base_exact)
@@ -162,7 +162,7 @@ def new_record(
         value_tokens=value_tokens,
         size_bytes=sum(shape.chunk_header_bytes + chunk.size_bytes for chunks in cut for chunk in chunks),
     )
-    entries, new_states = _checkpoints(base, num_base_tokens, checkpoints, shape)
+    entries, new_states = _checkpoints(base, num_base_tokens, record.checkpoints, shape)
     body = RecordBody(
         owner=session.owner,
         session_id=session.session_id,

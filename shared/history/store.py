@@ -24,8 +24,8 @@ from functools import partial
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.history.back_tier import BackRows, BackTier, Commit
-from kvferry.shared.history.records import RecordTable, StoredRecord, common_prefix
+from kvferry.shared.history.back_tier import BackRows, BackTier
+from kvferry.shared.history.records import RecordTable, StoredRecord
 from kvferry.shared.history.rows import RowPrecision
 from kvferry.shared.history.storage import Storage
 from kvferry.shared.history.stored_format import TierRecord
@@ -135,11 +135,6 @@ class HistoryStore:
         """Functions that return how many committed turns are not written to each tier behind memory yet."""
         return {tier.name: partial(getattr, tier, "num_waiting") for tier in self._tiers}
 
-    @property
-    def num_turns(self) -> int:
-        """Staged turns that are not yet committed, aborted or expired."""
-        return len(self.turns)
-
     def record(self, session: SessionKey) -> StoredRecord | None:
         """The session's committed record in memory."""
         with self.records.lock:
@@ -213,23 +208,15 @@ class HistoryStore:
         for tier, record in answered.items():
             if record is None:
                 continue
-            if _reusable(tier, record, prompt_token_ids, limit) > record.num_exact_tokens:
+            if tier.reusable(record, prompt_token_ids, limit) > record.num_exact_tokens:
                 # KV of generated tokens is always the session's own.
                 turn.keep_own(record.num_exact_tokens)
                 document = None
         if document is not None and turn.reuse_source != "document":
             candidates += [(tier, document, tier.look_up(document)[0]) for tier in answered]
-        fences = {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
-
-        def replicate(record: StoredRecord, rebuild: bool) -> list[Callable[[], None]]:
-            return [
-                tier.write(
-                    session, Commit(record=record, fence=fences.get(tier), rebuild=rebuild, method=method)
-                )
-                for tier in tiers
-            ]
-
-        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates, limit), replicate)
+        fences: dict[BackTier, bytes | None] = dict.fromkeys(tiers)
+        fences |= {tier: record.fence if record is not None else b"" for tier, record in answered.items()}
+        turn.attach(self._longest_prefix(turn, prompt_token_ids, candidates, limit), fences, method)
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
@@ -305,15 +292,8 @@ class HistoryStore:
         start = stop = turn.reused_tokens
         rows = None
         for tier, session, record in candidates:
-            if record is not None and (length := _reusable(tier, record, prompt, limit)) > stop:
+            if record is not None and (length := tier.reusable(record, prompt, limit)) > stop:
                 stop = length
                 source: ReuseSource = "session" if session == turn.session else "document"
-                rows = tier.rows(session, record, start, stop, source=source)
+                rows = BackRows(tier, session, record, start, stop, source=source)
         return rows
-
-
-def _reusable(tier: BackTier, record: TierRecord, prompt: tuple[int, ...], limit: int) -> int:
-    """How many of the prompt's first `limit` tokens can be continued from."""
-    if not tier.storage.shape.serves(record):
-        return 0
-    return tier.reusable(record, min(common_prefix(record.token_ids, prompt), limit))

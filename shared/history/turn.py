@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvferry.shared.control.messages import HistoryInfo, ReuseSource, SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, SessionBusy, SessionNotFound
-from kvferry.shared.history.back_tier import BackRows
+from kvferry.shared.history.back_tier import BackRows, BackTier, Commit
 from kvferry.shared.history.checkpoints import Checkpoint, LayerState, States, host_copy, thinned
 from kvferry.shared.history.records import Found, StoredRecord, common_prefix, parts_of
 from kvferry.shared.history.rows import LayerKV, Piece, RowChunk, Segment, first_pieces
@@ -93,7 +93,8 @@ class StagedTurn:
         self._adopted = False  # whether rows of another tier were staged
         self._back_rows: BackRows | None = None
         self._ahead: RowsAhead | None = None
-        self._replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]]
+        self._fences: Mapping[BackTier, bytes | None] = {}
+        self._method = ""
         self._rebuild = False
         self._clear_staged()
         self._state = TurnState.OPEN
@@ -139,19 +140,14 @@ class StagedTurn:
                 self._memory_tokens = num_tokens
                 self._num_exact_reused = min(self._num_exact_reused, num_tokens)
 
-    def attach(
-        self,
-        rows: BackRows | None,
-        replicate: Callable[[StoredRecord, bool], list[Callable[[], None]]],
-    ) -> None:
+    def attach(self, rows: BackRows | None, fences: Mapping[BackTier, bytes | None], method: str) -> None:
         """Add the tiers behind memory, before anything is loaded.
 
         Args:
             rows: of the tokens that follow those which host memory has.
-            replicate: called with a committed record, and whether `rows` turned out to be lost. Returns
-                functions that wait until the tiers have the record.
+            fences, method: of the commits to these tiers; see `Commit`.
         """
-        self._back_rows, self._replicate = rows, replicate
+        self._back_rows, self._fences, self._method = rows, fences, method
 
     def load(self, layer: int) -> LayerKV | None:
         """K and V `[H_kv, reused_tokens, D]`, or None if nothing is reused. Must not be written to.
@@ -257,7 +253,7 @@ class StagedTurn:
                 self.abort()
                 raise
             record = self._publish(token_ids, reused, pinned)
-            waits = self._replicate(record, self._rebuild) if record is not None else []
+            waits = self._write_behind(record) if record is not None else []
         for wait in waits:
             wait()
         return record_info(record)
@@ -370,6 +366,15 @@ class StagedTurn:
             records.add(self.session, record)
         self.end(TurnState.COMMITTED)
         return record
+
+    def _write_behind(self, record: StoredRecord) -> list[Callable[[], None]]:
+        """Queue the record at the tiers behind memory. Returns functions that wait until they have it."""
+        return [
+            tier.write(
+                self.session, Commit(record=record, fence=fence, rebuild=self._rebuild, method=self._method)
+            )
+            for tier, fence in self._fences.items()
+        ]
 
     def _num_exact(self, num_tokens: int) -> int:
         """`StoredRecord.num_exact_tokens` of a record of this many tokens."""

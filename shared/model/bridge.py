@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,14 @@ from torch import Tensor, nn
 from kvferry.kernels.dispatch import dtype_problem, mode, path_for
 from kvferry.kernels.softmax import Scaling, Softmax
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
-from kvferry.shared.model.adapters.decoder import decoder_of
 from kvferry.shared.model.adapters.latent import LATENT, Latent
-from kvferry.shared.model.adapters.temperature import QUERY_SCALE
+from kvferry.shared.model.adapters.layers import QUERY_SCALE, decoder_of
 from kvferry.shared.model.fused_decode import fused_decode
 from kvferry.shared.model.interface import DecodeAttention, LayerStates, PrefillObserver
-from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.prefill_attention import expanded_attention, prefill_attention
-from kvferry.shared.model.probe_pass import AttentionCall, ProbePass
 from kvferry.shared.model.rotary import KeyRotation
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
+from kvferry.shared.model.support import state_layers
 
 if TYPE_CHECKING:
     from kvferry.shared.model.state_cache import StateCache
@@ -37,33 +36,26 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "kvferry"
 _LOGITS = 1 << 22
 """Logits of a prompt that are in memory at a time."""
-_SINKS = ("s_aux", "sinks")
-_USED_ARGUMENTS = ("kvferry", "sliding_window", "softcap", *_SINKS)
-_IGNORED_ARGUMENTS = (
-    "dropout",
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "use_cache",
-)
-"""Arguments that change nothing: nothing is dropped, passes are causal, and no cache is transformers'."""
-_KNOWN_ARGUMENTS = frozenset((*_USED_ARGUMENTS, *_IGNORED_ARGUMENTS))
-_NO_POSITIONS = torch.empty(0)
+_KNOWN_ARGUMENTS = frozenset((
+    "kvferry", "sliding_window", "softcap", "s_aux", "sinks",
+    # These change nothing: nothing is dropped, passes are causal, and no cache is transformers'.
+    "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "position_ids", "use_cache",
+))  # fmt: skip
 
 
-class AttentionPass(Protocol):
-    """One forward pass of the model.
+class AttentionPass:
+    """One forward pass of the model: what its attention does.
 
     Attributes:
         positions: int64 `[B, T]`, set before the pass.
         cache: of a model with states, set before the pass.
     """
 
-    spec: ModelSpec
-    positions: Tensor
-    cache: StateCache | None
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.positions = torch.empty(0)
+        self.cache: StateCache | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -74,7 +66,7 @@ class AttentionPass(Protocol):
 
         Returns: `[B, T, H, D]`, of latent attention the expanded values' channels.
         """
-        ...
+        raise NotImplementedError
 
 
 def attention_forward(
@@ -103,106 +95,94 @@ def attention_forward(
         )
     of_latent = module.__dict__.get(LATENT)  # where it is missing, getattr of a module is slow
     latent: Latent | None = None if of_latent is None else of_latent()
-    of_module = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
-    layer = _check_call(module, of_module, attention_mask, kwargs, current.spec)
-    if latent is None and key.shape[-1] != value.shape[-1]:
+    layer = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
+    if not isinstance(layer, int):
         raise UnsupportedModel(
-            f"{type(module).__name__} of layer {layer} has keys of size {key.shape[-1]} and values of size "
-            f"{value.shape[-1]}; must be equal"
+            f"{type(module).__name__} has no layer_idx; attention modules must know their layer"
         )
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if sinks is None:
+        sinks = kwargs.get("sinks")
+    problem = _problem(module, layer, attention_mask, kwargs, current.spec)
+    if problem is None and latent is None and key.shape[-1] != value.shape[-1]:
+        problem = f"has keys of size {key.shape[-1]} and values of size {value.shape[-1]}; must be equal"
+    if problem is None and latent is not None and (softcap or sinks is not None):
+        problem = "has latent rows and soft-capping or sinks; only a plain softmax goes with latent rows"
+    if problem is not None:
+        raise UnsupportedModel(f"{type(module).__name__} of layer {layer} {problem}")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     query_scale = module.__dict__.get(QUERY_SCALE)
     if query_scale is not None:
         query = (query * query_scale(current.positions)[:, None, :, None]).to(query.dtype)
     softmax: Scaling = float(scaling)
-    if kwargs.get("softcap") or kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
-        if latent is not None:
-            raise UnsupportedModel(
-                f"{type(module).__name__} of layer {layer} has latent rows and soft-capping or sinks; only a "
-                "plain softmax goes with latent rows"
-            )
-        softmax = _softmax(float(scaling), key.shape[1], kwargs)
+    if softcap or sinks is not None:
+        softmax = Softmax(
+            scaling=float(scaling),
+            softcap=float(softcap or 0.0),
+            sinks=None if sinks is None else sinks.view(key.shape[1], -1),
+        )
     return current.attend(layer, query, key, value, softmax, latent), None
 
 
-def _softmax(scaling: float, num_kv_heads: int, arguments: Mapping[str, Any]) -> Softmax:
-    sinks = next((its for name in _SINKS if (its := arguments.get(name)) is not None), None)
-    return Softmax(
-        scaling=scaling,
-        softcap=float(arguments.get("softcap") or 0.0),
-        sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
-    )
-
-
-def _check_call(
+def _problem(
     module: nn.Module,
-    layer: int | None,
+    layer: int,
     attention_mask: Tensor | None,
     arguments: Mapping[str, Any],
     spec: ModelSpec,
-) -> int:
-    """Check one call of the attention; returns the layer's index. Raises: UnsupportedModel."""
-    name = type(module).__name__
-    if not isinstance(layer, int):
-        raise UnsupportedModel(f"{name} has no layer_idx; attention modules must know their layer")
+) -> str | None:
+    """What one call of the attention has that is not supported; None for nothing."""
     for argument, given in arguments.items():
         if given is not None and given is not False and argument not in _KNOWN_ARGUMENTS:
-            raise UnsupportedModel(f"{name} of layer {layer} uses {argument}, which is not supported")
-    if spec.layers or arguments.get("sliding_window") is not None:
-        _check_window(name, layer, arguments.get("sliding_window"), spec)
+            return f"uses {argument}, which is not supported"
+    window = arguments.get("sliding_window")
+    if spec.layers or window is not None:  # chunks are the mask's, not the call's
+        expected = spec.layer(layer)
+        window = window if 0 < (window or 0) < spec.max_model_len else 0
+        if window != (0 if expected.is_chunked else expected.window):
+            return (
+                f"is called with sliding_window {window}, and the configuration says {expected.window} (0: "
+                "none); the two must agree"
+            )
     if attention_mask is not None:
-        raise UnsupportedModel(
-            f"{name} of layer {layer} passes an attention mask; only plain causal attention is supported"
-        )
+        return "passes an attention mask; only plain causal attention is supported"
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(
-            f"{name} of layer {layer} is not causal; only plain causal attention is supported"
-        )
-    return layer
+        return "is not causal; only plain causal attention is supported"
+    return None
 
 
-def _check_window(name: str, layer: int, given: int | None, spec: ModelSpec) -> None:
-    """Check that a layer's window is that of the configuration; chunks are the mask's, not the call's."""
-    window, expected = given or 0, spec.layer(layer)
-    window = window if 0 < window < spec.max_model_len else 0
-    if window != (0 if expected.is_chunked else expected.window):
-        raise UnsupportedModel(
-            f"{name} of layer {layer} is called with sliding_window {window}, and the configuration says "
-            f"{expected.window} (0: none); the two must agree"
-        )
-
-
-class PrefillPass:
+class PrefillPass(AttentionPass):
     """The new tokens of a prompt, layer by layer.
 
         K, V of layer l:  projection ──► attend ──► observer.layer_done ──► freed with the layer's frame
 
     No layer's KV is stored here. Including the history from the observer, at most one layer of full KV is
     alive, and the new tokens' KV twice while it is joined to the history.
+
+    Args: observer: None where a subclass says what is before a layer and what is done with it.
     """
 
     def __init__(
-        self, observer: PrefillObserver, *, start: int, spec: ModelSpec, num_queries: int | None = None
+        self,
+        observer: PrefillObserver | None,
+        *,
+        start: int,
+        spec: ModelSpec,
+        num_queries: int | None = None,
     ) -> None:
+        super().__init__(spec)
         self._observer = observer
         self._num_queries = num_queries
         self._start = start
         self._layers = spec.layers or (LayerSpec(),) * spec.num_layers
-        self.spec = spec
-        self.positions = _NO_POSITIONS
-        self.cache: StateCache | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
         num_kv_heads = key.shape[1]
-        history = self._observer.history(layer)
-        num_history = 0 if history is None else history[0].shape[1]
-        assert num_history == self._start, (
-            f"history has {num_history} tokens, the pass starts at {self._start}"
-        )
-        if history is not None and num_history > 0:
+        history = self._history(layer, key)
+        if history is not None:
             key = torch.cat([history[0][None], key], 2)
             latent_dim = 0 if latent is None else value.shape[-1]
             value = key[..., :latent_dim] if latent_dim else torch.cat([history[1][None], value], 2)
@@ -216,18 +196,31 @@ class PrefillPass:
             observed = latent.absorb(observed)
         queries = observed[0].view(num_kv_heads, -1, *observed.shape[2:])
         scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
-        self._observer.layer_done(layer, queries, key[0], value[0], scale)
+        self._done(layer, queries, key[0], value[0], scale)
         return output.transpose(1, 2).contiguous()
 
+    def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
+        """K and V `[H_kv, P, D]` of the tokens before; None for none. Args: key: of the new ones."""
+        assert self._observer is not None, "who has no observer says it in another way"
+        history = self._observer.history(layer)
+        num_history = 0 if history is None else history[0].shape[1]
+        assert num_history == self._start, (
+            f"history has {num_history} tokens, the pass starts at {self._start}"
+        )
+        return history if num_history else None
 
-class DecodePass:
+    def _done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """See `PrefillObserver.layer_done`."""
+        assert self._observer is not None, "who has no observer takes it in another way"
+        self._observer.layer_done(layer, queries, keys, values, scaling)
+
+
+class DecodePass(AttentionPass):
     """One token for each of B sequences; the attention has their KV."""
 
     def __init__(self, attention: DecodeAttention, *, spec: ModelSpec) -> None:
+        super().__init__(spec)
         self._attention = attention
-        self.spec = spec
-        self.positions = _NO_POSITIONS
-        self.cache: StateCache | None = None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
@@ -239,20 +232,6 @@ class DecodePass:
         output = self._attention(layer, queries, key[:, :, 0], value[:, :, 0], scaling)
         attended = output.flatten(1, 2)
         return (attended if latent is None else latent.project(attended))[:, None]
-
-
-class NoStates:
-    """Implements `LayerStates` for a pass that begins without states. Attributes: stored: those after it."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, Mapping[str, Tensor]] = {}
-
-    def load(self, layer: int) -> None:
-        """See `LayerStates.load`."""
-
-    def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
-        """See `LayerStates.store`."""
-        self.stored[layer] = state
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
@@ -268,7 +247,9 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 class TransformersModel:
     """Implements `LanguageModel`. Nothing of a pass is stored here, so one may run within another.
 
-    Attributes: num_ranks: this process alone.
+    Attributes:
+        num_ranks: this process alone.
+        state_layers: see `support.py`.
 
     Args:
         model: a transformers causal language model in eval mode that uses our attention function.
@@ -283,7 +264,7 @@ class TransformersModel:
         self.dtype: torch.dtype = model.dtype
         self._model = model
         self._rotation = rotation
-        self._state_layers = state_layers(model.config.get_text_config())
+        self.state_layers = state_layers(model.config.get_text_config())
         takes_cache_params = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_argument = "cache_params" if takes_cache_params else "past_key_values"
         self._skipped = (0, 0)
@@ -313,16 +294,24 @@ class TransformersModel:
             InvalidRequest: `on_logits` is given, and the model scales or caps its head's logits.
             Whatever the observer raises; this ends the pass.
         """
-        self.check_window(start + token_ids.shape[0])
-        current = PrefillPass(observer, start=start, spec=self.spec, num_queries=num_queries)
-        return self.run_prompt(token_ids, start, current, states, on_logits=on_logits)
-
-    def check_window(self, num_tokens: int) -> None:
-        """Raises: ContextLengthExceeded: so many tokens are beyond the model's window."""
-        if num_tokens > self.spec.max_model_len:
+        if (num_tokens := start + token_ids.shape[0]) > self.spec.max_model_len:
             raise ContextLengthExceeded(
                 f"{num_tokens} tokens; the model's window is {self.spec.max_model_len}"
             )
+        with self._prompt_pass(token_ids, start, observer, num_queries, on_logits is not None) as current:
+            return self.run_prompt(token_ids, start, current, states, on_logits=on_logits)
+
+    @contextmanager
+    def _prompt_pass(
+        self,
+        token_ids: Tensor,
+        start: int,
+        observer: PrefillObserver,
+        num_queries: int | None,
+        with_logits: bool,
+    ) -> Iterator[PrefillPass]:
+        """Around a prompt's pass; arguments as of `prefill`."""
+        yield PrefillPass(observer, start=start, spec=self.spec, num_queries=num_queries)
 
     @torch.inference_mode()
     def run_prompt(
@@ -337,7 +326,7 @@ class TransformersModel:
         """Run new prompt tokens in a given pass; otherwise as `prefill`."""
         positions = torch.arange(start, start + token_ids.shape[0], device=self.device)
         if on_logits is None:
-            return self._run(token_ids[None], positions[None], current, states)[0]
+            return self.run(token_ids[None], positions[None], current, states)[0]
         hidden: list[Tensor] = []
 
         def keep(_: Any, __: Any, options: Any, output: Any) -> None:
@@ -346,7 +335,7 @@ class TransformersModel:
 
         hook = decoder_of(self._model).register_forward_hook(keep, with_kwargs=True)
         try:
-            logits = self._run(token_ids[None], positions[None], current, states)[0]
+            logits = self.run(token_ids[None], positions[None], current, states)[0]
         finally:
             hook.remove()
         self._head(hidden[0], logits, start, on_logits)
@@ -387,31 +376,16 @@ class TransformersModel:
             path = path_for("decoder_ops", self.device, self._fused_problem)
             if path != "torch" or (self.device.type == "cpu" and mode() == "auto"):
                 return fused.run(token_ids, positions, attention)
-        assert states is not None or not self._state_layers, "the model has states, and none are given"
-        return self.run_step(token_ids, positions, DecodePass(attention, spec=self.spec), states)
+        assert states is not None or not self.state_layers, "the model has states, and none are given"
+        with self._step_pass(token_ids, positions, attention) as current:
+            return self.run(token_ids[:, None], positions[:, None], current, states)
 
-    @torch.inference_mode()
-    def run_step(
-        self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None = None
-    ) -> Tensor:
-        """Run one token for each of B sequences in a given pass; otherwise as `decode`."""
-        return self._run(token_ids[:, None], positions[:, None], current, states)
-
-    @torch.inference_mode()
-    def probe(self, token_ids: Tensor) -> tuple[list[AttentionCall], dict[int, Mapping[str, Tensor]], int]:
-        """Record the attention's calls for some tokens, int64 `[T]`. Returns: also the layers' states, and
-        the size of the logits.
-
-        Raises: UnsupportedModel.
-        """
-        current, states = ProbePass(spec=self.spec), NoStates()
-        positions = torch.arange(len(token_ids), device=self.device)
-        shape = (len(token_ids), 1) if self._state_layers else (1, len(token_ids))
-        try:
-            logits = self._run(token_ids.view(shape), positions.view(shape), current, states)
-        except TypeError as error:
-            raise UnsupportedModel(f"the model's forward lacks an argument that we need: {error}") from error
-        return current.calls, states.stored, logits.shape[1]
+    @contextmanager
+    def _step_pass(
+        self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention
+    ) -> Iterator[DecodePass]:
+        """Around a decode step's pass; arguments as of `decode`."""
+        yield DecodePass(attention, spec=self.spec)
 
     @torch.inference_mode()
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
@@ -428,22 +402,27 @@ class TransformersModel:
         Measures what distance alone costs."""
         self._skipped = (first, number)
 
-    def _run(
-        self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None
+    @torch.inference_mode()
+    def run(
+        self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None = None
     ) -> Tensor:
+        """Run tokens in a given pass.
+
+        Args: token_ids and positions int64 `[B, T]`. Returns: float32 logits `[B, V]` of the last tokens.
+        """
         first, skipped = self._skipped
         if skipped:
             positions = positions + skipped * (positions >= first)
         current.positions = positions
         arguments: dict[str, Any] = {"input_ids": token_ids, "position_ids": positions, "logits_to_keep": 1}
-        if not self._state_layers:
+        if not self.state_layers:
             output = self._model(**arguments, use_cache=False, kvferry=current)
         else:
             # imported here because it imports transformers
             from kvferry.shared.model.state_cache import StateCache
 
             config = self._model.config.get_text_config()
-            cache = current.cache = StateCache(config, self._state_layers, states or NoStates())
+            cache = current.cache = StateCache(config, self.state_layers, states)
             arguments[self._cache_argument] = cache
             output = self._model(**arguments, use_cache=False, kvferry=current)
             cache.finish()

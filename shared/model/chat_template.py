@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -197,16 +198,14 @@ class ChatTemplate:
             return InvalidRequest(
                 f"{param} cannot be shown by the model's chat template: {error}", param=param
             )
-        low, high = 1, len(messages)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_refused(middle, inputs, False) else (middle + 1, high)
-        param = f"messages[{low - 1}]"
+        shorter = range(1, len(messages))
+        index = bisect_left(shorter, True, key=lambda number: is_refused(number, inputs, False))
+        param = f"messages[{index}]"
         if type(error).__name__ != "TemplateError":
             return InvalidRequest(
                 f"{param} cannot be shown by the model's chat template: {error}", param=param
             )
-        role = messages[low - 1]["role"]
+        role = messages[index]["role"]
         return InvalidRequest(
             f"{param}.role is {role!r}; the model's chat template refuses it there: {error}",
             param=f"{param}.role",

@@ -1,4 +1,4 @@
-"""The local folder of a model: where it is, which files it has, and its fingerprint.
+"""The local folder of a model: where it is, which files it has, its own sampling, and its fingerprint.
 
 A folder is the included demo, a given one, or a download from the Hugging Face hub (`download.py`).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,20 @@ from kvferry.models import DEMO_MODEL
 from kvferry.shared.errors import ConfigurationError
 
 DEMO_NAME = "demo"
+_GENERATION = "generation_config.json"
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 10),
+}
+"""The fields of it that are used, and their ranges, as requests have them."""
 _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
 _MAX_HEADER_BYTES = 100 << 20
-_LOUD_LOGGERS = ("torchao", "torch.utils._pytree")
+_LOUD_LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 """transformers imports torchao if it is installed, which then lists the kernels that it lacks."""
 
 
@@ -56,24 +65,17 @@ def quiet_libraries() -> Iterator[None]:
     )
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_bars = not are_progress_bars_disabled()
-    loggers = [(its, its.level) for its in map(getLogger, _LOUD_LOGGERS)]
-    for logger, _ in loggers:
-        logger.setLevel(ERROR)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    disable_progress_bars()
-    try:
+    with ExitStack() as restore:
+        for logger in map(getLogger, _LOUD_LOGGERS):
+            restore.callback(logger.setLevel, logger.level)
+            logger.setLevel(ERROR)
+        if logging.is_progress_bar_enabled():
+            restore.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        if not are_progress_bars_disabled():
+            restore.callback(enable_progress_bars)
+            disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if hub_bars:
-            enable_progress_bars()
-        for logger, level in loggers:
-            logger.setLevel(level)
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
     Raises: ConfigurationError: a file is no JSON object, or has other ids than integers.
     """
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
+    for name in (_GENERATION, "config.json"):
         if (folder / name).is_file():
             value = _read_object(folder / name).get("eos_token_id")
             ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -104,6 +106,41 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file.name} of {file.parent} is not a JSON object")
     return content
+
+
+def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
+    """The fields of `SamplingParams` that requests leave to the model: its own sampling.
+
+    Args:
+        option: "auto" (the model's own file, if it has one), "none", or a folder that has one.
+        model: "demo", a folder or a hub id.
+
+    Raises: ConfigurationError: the folder has no such file, or a value is out of its range.
+    """
+    if option == "none":
+        return {}
+    folder = resolve_model_path(model, weights=False) if option == "auto" else Path(option).expanduser()
+    file = folder / _GENERATION
+    if not file.is_file():
+        if option == "auto":
+            return {}
+        raise ConfigurationError(
+            f"generation_config is {option!r}, which has no {_GENERATION}; it must be auto, none or a folder "
+            "that has one"
+        )
+    content = _read_object(file)
+    found = {name: content[name] for name in _RANGES if content.get(name) is not None}
+    for name, value in found.items():
+        low, high = _RANGES[name]
+        is_number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "repetition_penalty" and value == 0):
+            raise ConfigurationError(
+                f"{name} is {value!r} in {_GENERATION} of {folder}; it must be {low} to {high}; with "
+                "generation_config none the file is not used"
+            )
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -153,9 +190,7 @@ def _file_digest(file: Path) -> bytes:
             raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
         stream.seek(0)
         if size_bytes <= _WHOLE_FILE_BYTES:
-            while block := stream.read(_CHUNK_BYTES):
-                digest.update(block)
-            return digest.digest()
+            return hashlib.file_digest(stream, lambda: digest).digest()
         digest.update(stream.read(8 + header_bytes))
         last = size_bytes - _CHUNK_BYTES
         for rank in range(_NUM_CHUNKS):

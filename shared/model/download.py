@@ -43,15 +43,16 @@ def download(model: str, *, weights: bool) -> Path:
     patterns = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
     try:
         try:
-            with _progress(None) as bar:
-                files = snapshot_download(model, allow_patterns=patterns, dry_run=True, tqdm_class=bar)
+            bar = _counter(lambda num_bytes: None)
+            files = snapshot_download(model, allow_patterns=patterns, dry_run=True, tqdm_class=bar)
         except DryRunError:  # the cache may have it
             return Path(snapshot_download(model, allow_patterns=patterns))
         sizes = [its.file_size or 0 for its in files if its.will_download]
-        if sizes:
-            _check_room(model, sum(sizes))
-        with _progress(_report(model, len(sizes), sum(sizes)) if sizes else None) as bar:
+        if not sizes:
             return Path(snapshot_download(model, allow_patterns=patterns, tqdm_class=bar))
+        _check_room(model, sum(sizes))
+        with _shown(f"{model}: {len(sizes)} files, {_size(sum(sizes))}", sum(sizes)) as show:
+            return Path(snapshot_download(model, allow_patterns=patterns, tqdm_class=_counter(show)))
     except (HFValidationError, HTTPError, OSError) as error:
         raise ConfigurationError(_advice(model, error)) from error
 
@@ -106,86 +107,34 @@ def _advice(model: str, error: Exception) -> str:
     )
 
 
-def _report(model: str, num_files: int, size_bytes: int) -> _Report:
-    """What shows the progress: a bar on a terminal, else lines in the log."""
-    kind = _Bar if sys.stderr.isatty() else _LogLines
-    return kind(f"{model}: {num_files} files, {_size(size_bytes)}", size_bytes)
-
-
-class _Report:
-    """Shows the bytes that are there."""
-
-    def __init__(self, what: str, size_bytes: int) -> None:
-        self.what, self.size_bytes = what, size_bytes
-
-    def open(self) -> None: ...
-
-    def show(self, num_bytes: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _LogLines(_Report):
-    """A line at the beginning, and one for each tenth."""
-
-    _percent = 0
-
-    def open(self) -> None:
-        log.info("downloading", model=self.what)
-
-    def show(self, num_bytes: int) -> None:
-        percent = 100 * num_bytes // max(1, self.size_bytes) // _LOG_PERCENT * _LOG_PERCENT
-        if percent > self._percent:
-            self._percent = percent
-            log.info("downloading", model=self.what, percent=percent)
-
-
-class _Bar(_Report):
-    """One bar for all files."""
-
-    def open(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task(self.what, total=self.size_bytes)
-        self._progress.start()
-
-    def show(self, num_bytes: int) -> None:
-        self._progress.update(self._task, completed=num_bytes)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
 @contextmanager
-def _progress(report: _Report | None) -> Iterator[Any]:
-    """A class for the hub's bars, which are not shown, that hands the bytes on to the report."""
-    if report is None:
-        yield _counter(lambda num_bytes: None)
+def _shown(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A function that shows how many bytes are there: a bar on a terminal, else a line in the log for each
+    tenth."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task(what, total=size_bytes)
+            yield lambda num_bytes: progress.update(task, completed=num_bytes)
         return
-    report.open()
-    try:
-        yield _counter(report.show)
-    finally:
-        report.close()
+    log.info("downloading", model=what)
+    shown = 0
+
+    def show(num_bytes: int) -> None:
+        nonlocal shown
+        percent = 100 * num_bytes // max(1, size_bytes) // _LOG_PERCENT * _LOG_PERCENT
+        if percent > shown:
+            shown = percent
+            log.info("downloading", model=what, percent=percent)
+
+    yield show
 
 
 def _counter(show: Callable[[int], None]) -> Any:
+    """A class for the hub's bars, which are not shown, that hands the bytes on."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Counter(tqdm):

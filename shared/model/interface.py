@@ -103,22 +103,17 @@ class LayerStates(Protocol):
 
 
 class LanguageModel(Protocol):
-    """A loaded model. Not thread-safe, but a prefill may run within another one, between two operations."""
+    """A loaded model. Not thread-safe, but a prefill may run within another one, between two operations.
 
-    @property
-    def spec(self) -> ModelSpec: ...
+    Attributes:
+        num_ranks: processes that run each pass together. With several, a prompt's pass can be interrupted
+            within the observer's calls only, and a step is not a function of buffers that could be captured.
+    """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes that run each pass together. With several, a prompt's pass can be interrupted within the
-        observer's calls only, and a step is not a function of buffers that could be captured."""
-        ...
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    num_ranks: int
 
     def prefill(
         self,

@@ -6,9 +6,10 @@ Called once when a worker starts. It loads safetensors only: no code from the ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
+from torch import nn
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
 from kvferry.shared.model.adapters import adapt
@@ -23,11 +24,10 @@ from kvferry.shared.model.checkpoint import (
 )
 from kvferry.shared.model.flash_attention import use_flash_attention_3
 from kvferry.shared.model.parallel.ranks import Ranks
-from kvferry.shared.model.parallel.support import check_parallel, distributed_config, use_local_weights
+from kvferry.shared.model.probe import probed_model
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
-from kvferry.shared.model.rotary import find_key_rotation
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec
-from kvferry.shared.model.support import check_config, probe_attention
+from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, ModelSpec, dtype_name
+from kvferry.shared.model.support import check_config, check_parallel
 
 
 def load_model(
@@ -54,7 +54,7 @@ def load_model(
         ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
         UnsupportedModel: the model needs an unsupported feature; the message names it.
     """
-    target = _resolve_device(device) if ranks is None else ranks.resolve_device()
+    target = _resolve_device(device) if ranks is None else ranks.device
     if dtype != "auto" and dtype not in TORCH_DTYPES:
         raise ConfigurationError(f"dtype is {dtype!r}; it must be auto, {', '.join(TORCH_DTYPES)}")
     folder = resolve_model_path(path_or_id, weights=True)
@@ -99,8 +99,7 @@ def load_model(
             layers=layers,
             weights=loaded_dtype if quantised is None else quantised.kind,
         )
-        spec, keys = probe_attention(TransformersModel(model, spec))
-        return TransformersModel(model, spec, find_key_rotation(model, keys, first_channel=spec.latent_dim))
+        return probed_model(model, spec)
 
 
 def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
@@ -143,7 +142,7 @@ def _load_weights(
     if is_quantised:  # quantised weights go straight to the device; this needs accelerate
         options["device_map"] = {"": device}
     if num_ranks > 1:  # each rank reads its part only, as transformers' tp_plan divides the model
-        options["distributed_config"] = distributed_config(num_ranks)
+        options["distributed_config"] = _distributed_config(num_ranks)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -167,8 +166,36 @@ def _load_weights(
         )
     model = model.eval().requires_grad_(False)
     if num_ranks > 1:
-        use_local_weights(model)
+        _use_local_weights(model)
     return model if is_quantised else model.to(device)
+
+
+def _distributed_config(num_ranks: int) -> Any:
+    """transformers' configuration of so many ranks.
+
+    Raises: ConfigurationError: transformers is too old.
+    """
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return DistributedConfig(tp_size=num_ranks)
+    except (ImportError, TypeError) as error:
+        raise ConfigurationError(
+            f"tensor_parallel is {num_ranks}, and the installed transformers cannot divide a model with a "
+            "DistributedConfig; install a newer one, or set tensor_parallel to 1"
+        ) from error
+
+
+def _use_local_weights(model: Any) -> None:
+    """Replace the linear modules' distributed tensors by this rank's part, which spares a conversion in every
+    call. transformers' own hooks of these modules exchange what is needed."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            for name, weight in module.named_parameters(recurse=False):
+                if isinstance(weight, DTensor):
+                    module._parameters[name] = nn.Parameter(weight.to_local(), requires_grad=False)
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -235,19 +262,6 @@ def _resolve_max_model_len(config: Any, requested: int, own: int) -> int:
     if not 0 <= requested <= limit:
         raise ConfigurationError(f"max_model_len is {requested}; it must be in 1..{limit}, or 0 for {own}")
     return requested or own
-
-
-def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    """The name of a dtype that models may have.
-
-    Raises: ConfigurationError for any other.
-    """
-    for name in get_args(DTypeName):
-        if str(dtype).removeprefix("torch.") == name:
-            return cast(DTypeName, name)
-    raise ConfigurationError(
-        f"the checkpoint's dtype is {dtype}; set dtype to one of {', '.join(TORCH_DTYPES)}"
-    )
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:

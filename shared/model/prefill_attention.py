@@ -38,6 +38,13 @@ def prefill_attention(
     """
     if not isinstance(scaling, Softmax) and layer.first_visible(key.shape[2] - 1) == 0:
         return causal_attention(query, key, value, scaling)
+    return _masked_attention(query, key, value, scaling, layer)
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, layer: LayerSpec
+) -> Tensor:
+    """The same for any layer and softmax, for a chunk of queries at a time, with a mask of that chunk."""
     softmax = scaling if isinstance(scaling, Softmax) else None
     num_kv_heads, num_keys = key.shape[1:3]
     group, start = query.shape[1] // num_kv_heads, num_keys - query.shape[2]
@@ -110,7 +117,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
         return _cpu_attention(query, key, value, scaling)
     # Only the 16-bit kernels support grouped heads without computing full score matrices.
     if query.dtype is torch.float32:
-        return _masked_attention(query, key, value, scaling)
+        return _masked_attention(query, key, value, scaling, LayerSpec())
     if num_queries == num_keys:
         return _attention_by_heads(query, key, value, is_causal=True, scale=scaling)
     bias = causal_lower_right(num_queries, num_keys)
@@ -159,24 +166,4 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
                 share = torch.sigmoid(lse_before - lse)[..., None]
                 attended = torch.lerp(attended, before, share.to(before.dtype))
             output[:, head : head + step, rows] = attended
-    return output
-
-
-def _masked_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The same result, computed for a chunk of queries at a time with a mask of that chunk."""
-    num_history = key.shape[2] - query.shape[2]
-    output = torch.empty_like(query)
-    for begin in range(0, query.shape[2], _CHUNK_TOKENS):
-        end = min(begin + _CHUNK_TOKENS, query.shape[2])
-        visible = num_history + end
-        mask = torch.ones(end - begin, visible, dtype=torch.bool, device=query.device)
-        mask = mask.tril(diagonal=num_history + begin)
-        output[:, :, begin:end] = scaled_dot_product_attention(
-            query[:, :, begin:end],
-            key[:, :, :visible],
-            value[:, :, :visible],
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=True,
-        )
     return output

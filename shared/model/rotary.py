@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from kvferry.shared.model.adapters.decoder import decoder_of
+from kvferry.shared.model.adapters.layers import decoder_of
 
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
@@ -29,6 +30,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _INTERMEDIATE_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, kw_only=True)
 class KeyRotation:
     """Undoes the rotation of one model's keys.
 
@@ -36,7 +38,7 @@ class KeyRotation:
     (NanoChat). c and s include the attention factor of scaled RoPE types. Channels before the first rotated
     one and beyond the rotary embedding's width stay as they are.
 
-    Args:
+    Attributes:
         rotary: the model's rotary embedding module; None if it has none.
         rotated: the layers whose keys are rotated at all.
         layer_types: one per layer if the embedding depends on it, else None.
@@ -46,43 +48,33 @@ class KeyRotation:
         first_channel: the first rotated one; latent rows have their rotary channels last.
     """
 
-    def __init__(
-        self,
-        rotary: nn.Module | None,
-        *,
-        rotated: Set[int],
-        layer_types: Sequence[str] | None,
-        angles: Angles,
-        channels: Layout,
-        is_reversed: bool,
-        first_channel: int = 0,
-    ) -> None:
-        self._rotary = rotary
-        self._sign = -1.0 if is_reversed else 1.0
-        self._first = first_channel
-        self._rotated = rotated
-        self._layer_types = layer_types
-        self._angles: Angles = angles
-        self._channels: Layout = channels
+    rotary: nn.Module | None = None
+    rotated: Set[int] = frozenset()
+    layer_types: Sequence[str] | None = None
+    angles: Angles = "halves"
+    channels: Layout = "halves"
+    is_reversed: bool = False
+    first_channel: int = 0
 
     def undo(self, layer: int, keys: Tensor) -> Tensor:
         """Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32 `[H_kv, T, D]`."""
-        if layer not in self._rotated:
+        if layer not in self.rotated:
             return keys.to(torch.float32, copy=True)
-        assert self._rotary is not None, "keys are rotated without a rotary embedding"
-        layer_type = None if self._layer_types is None else self._layer_types[layer]
-        cos, sin = _cos_sin(self._rotary, keys, layer_type)
-        if self._angles != "once":
-            cos, sin = _pairs(cos, self._angles)[0], _pairs(sin, self._angles)[0]
+        assert self.rotary is not None, "keys are rotated without a rotary embedding"
+        layer_type = None if self.layer_types is None else self.layer_types[layer]
+        cos, sin = _cos_sin(self.rotary, keys, layer_type)
+        if self.angles != "once":
+            cos, sin = _pairs(cos, self.angles)[0], _pairs(sin, self.angles)[0]
         width = 2 * cos.shape[1]
         # c^2 + s^2 is the squared attention factor; in half precision this also corrects their rounding.
         norm = cos.square() + sin.square()
-        cos, sin = cos / norm, self._sign * sin / norm
+        sign, first = -1.0 if self.is_reversed else 1.0, self.first_channel
+        cos, sin = cos / norm, sign * sin / norm
         restored = keys.to(torch.float32, copy=True)
         # a few at a time, because intermediate results are as large as the keys
         heads_at_once = max(_INTERMEDIATE_BYTES // max(restored[:1].nbytes, 1), 1)
         for heads in restored.split(heads_at_once):  # type: ignore[no-untyped-call]
-            x, y = _pairs(heads[:, :, self._first : self._first + width], self._channels)
+            x, y = _pairs(heads[:, :, first : first + width], self.channels)
             y_before_rope = (y * cos).addcmul_(x, sin, value=-1)
             x.mul_(cos).addcmul_(y, sin)
             y.copy_(y_before_rope)
@@ -107,9 +99,7 @@ def find_key_rotation(
     tolerance = _TOLERANCE[model.dtype]
     rotated = {layer for layer, its in keys.items() if not _is_position_free(its.float(), tolerance)}
     if not rotated:
-        return KeyRotation(
-            None, rotated=rotated, layer_types=None, angles="halves", channels="halves", is_reversed=False
-        )
+        return KeyRotation()
     if not isinstance(rotary, nn.Module):
         return None
     layer_types = None
@@ -124,7 +114,7 @@ def find_key_rotation(
         return None
     for channels, is_reversed in itertools.product(layouts, (False, True)):
         rotation = KeyRotation(
-            rotary,
+            rotary=rotary,
             rotated=rotated,
             layer_types=layer_types,
             angles=angles,

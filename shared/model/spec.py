@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
+
+from kvferry.shared.errors import ConfigurationError
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -20,6 +22,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
+    """The name of a dtype that models may have.
+
+    Raises: ConfigurationError for any other.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name in TORCH_DTYPES:
+        return cast(DTypeName, name)
+    raise ConfigurationError(
+        f"the checkpoint's dtype is {dtype}; set dtype to one of {', '.join(TORCH_DTYPES)}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,13 +27,13 @@ class StateCache(Cache):
     Args:
         config: the model's text configuration.
         numbers: the layers with a state, each with its number for `states`.
-        states: where they come from and go to.
+        states: where they come from and go to; None: there are none before, and those after are dropped.
 
     Attributes: attending: the layer that attends, or did so last. Zamba's layers share their attention,
         which does not know the layer.
     """
 
-    def __init__(self, config: Any, numbers: Mapping[int, int], states: LayerStates) -> None:
+    def __init__(self, config: Any, numbers: Mapping[int, int], states: LayerStates | None) -> None:
         super().__init__(layers=DynamicCache(config=config).layers)
         self._numbers = numbers
         self._states = states
@@ -50,7 +50,8 @@ class StateCache(Cache):
         states |= {f"{_RECURRENT}{i}": its for i, its in cached.recurrent_states.items() if its is not None}
         cached.conv_states = dict.fromkeys(cached.conv_states)
         cached.recurrent_states = dict.fromkeys(cached.recurrent_states)
-        self._states.store(self._numbers[layer], states)
+        if self._states is not None:
+            self._states.store(self._numbers[layer], states)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """See `Cache.update`; returns what it is given."""
@@ -98,7 +99,8 @@ class StateCache(Cache):
         self.finish()
         self._current = layer
         cached = self._layer(layer)
-        for name, state in (self._states.load(self._numbers[layer]) or {}).items():
+        before = None if self._states is None else self._states.load(self._numbers[layer])
+        for name, state in (before or {}).items():
             kind, _, index = name.rpartition("_")
             i = int(index)
             if f"{kind}_" == _CONV:

@@ -2,27 +2,60 @@
 
 Dropping some tokens' K and V is only valid if a token affects later ones through attention, and through
 states that are shipped whole, and if attention treats all earlier tokens alike. The configuration is checked
-before weights are read. `bridge.py` checks the rest in every attention call, first in the probe at load time.
+here, before weights are read. `bridge.py` checks the rest in every attention call, first in the probe at load
+time (`probe.py`), which compares the windows, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-import torch
-from torch import Tensor
+from kvferry.shared.errors import ConfigurationError, UnsupportedModel
+from kvferry.shared.model.spec import LayerSpec
 
-from kvferry.shared.errors import UnsupportedModel
-from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.families import MODEL_TYPES
-from kvferry.shared.model.layers import layer_specs, state_layers
-from kvferry.shared.model.spec import TORCH_DTYPES, DTypeName, Heads, LayerSpec, ModelSpec, StateSpec
-
+PARALLEL_TYPES = frozenset((
+    "apertus", "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "gpt_neox", "granite", "granite_swa", "granitemoe_swa", "helium", "hy_v3",
+    "hyperclovax", "internlm3", "llama", "llama4_text", "mellum", "ministral", "ministral3", "mistral",
+    "mixtral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+))  # fmt: skip
+"""Those that tests check in several ranks against one. `docs/models.md` lists them."""
+MODEL_TYPES = PARALLEL_TYPES | frozenset((
+    "afmoe", "axk1", "bailing_hybrid", "bamba", "bitnet", "deepseek_v2", "deepseek_v3", "falcon_h1",
+    "falcon_mamba", "flex_olmo", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "gpt_oss",
+    "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba",
+    "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe", "lfm3", "longcat_flash", "mamba", "mamba2",
+    "minicpm3", "minimax", "minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
+    "persimmon", "phi3", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
+    "stablelm", "youtu", "zamba", "zamba2",
+))  # fmt: skip
+"""The model types that are accepted, of text configurations: those that tests check against transformers'
+`generate`. `tests/helpers/kvtest/families.py` has a tiny configuration of each, `docs/models.md` what each is
+made of."""
+_NO_ROWS = LayerSpec(has_rows=False)
+_KINDS: Mapping[str, LayerSpec] = {
+    "full_attention": LayerSpec(),
+    "sliding_attention": LayerSpec(),
+    "chunked_attention": LayerSpec(is_chunked=True),
+    "linear_attention": _NO_ROWS,
+    "conv": _NO_ROWS,
+    "moe": _NO_ROWS,
+    "mlp": _NO_ROWS,
+    "hybrid": LayerSpec(),
+}
+"""Supported kinds of layers by their name in `layer_types`. A new kind is an entry here and a format."""
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""The kinds that have one, with its name in the configuration."""
+_REFUSED = {"indexed_attention": "attention to tokens that an indexer selects (DSA)"}
+_WITH_STATE = ("linear_attention", "conv", "hybrid")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 """`longrope` is made static by `loading.py`."""
-_MAX_PROBE_TOKENS = 8
+_INPUTS = (("q_proj", "k_proj", "v_proj"), ("query_key_value",))
+_OUTPUTS = ("o_proj", "dense")
 
 
 def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
@@ -35,10 +68,11 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
     Returns: its layers, see `layer_specs`.
     Raises: UnsupportedModel naming the feature, and the first layer that has it.
     """
-    if config.is_encoder_decoder:
-        feature: str | None = "an encoder-decoder"
-    else:
-        feature = _unsupported_feature(config.get_text_config(), max_model_len)
+    feature = (
+        "an encoder-decoder"
+        if config.is_encoder_decoder
+        else _unsupported_feature(config.get_text_config(), max_model_len)
+    )
     if feature is not None:
         raise UnsupportedModel(
             f"model type {config.model_type!r} uses {feature}, which is not supported; supported are "
@@ -56,17 +90,10 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
 
 
 def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
-    def get(name: str) -> Any:
-        return getattr(config, name, None)
-
-    if get("use_bidirectional_attention") not in (None, False, "vision"):  # only between images' tokens
-        return "bidirectional attention in layer 0"
-    if get("alibi"):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return "bidirectional attention in layer 0"  # "vision": only between images' tokens
+    if getattr(config, "alibi", None):
         return "ALiBi positions in layer 0"
-    return _unsupported_rope(config, max_model_len)
-
-
-def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         # of models with states, some have no positions at all
@@ -95,56 +122,82 @@ def _unsupported_rope(config: Any, max_model_len: int) -> str | None:
     return None
 
 
-def probe_attention(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
-    """Run a few tokens and check that every layer that attends calls our attention once, in order, and
-    that every other one has its state in transformers' cache.
+def state_layers(config: Any) -> dict[int, int]:
+    """The layers of the model that have a state: each with its number in `layer_specs`.
 
-    Args: model: of its spec, head counts and sizes are not used.
-
-    Returns: the spec with the shapes and kinds of softmax that were measured, and the states; each layer's
-        keys `[H_kv, 2n, D]` of n tokens, each at two positions, by layer.
-
-    Raises: UnsupportedModel if not.
+    Those that attend, too, have their state in a layer of its own, after the model's last layer.
     """
-    spec = model.spec
-    num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
-    step = spec.vocab_size // (num_tokens + 1)
-    # Token 0 is not used: padding has a key of zeros.
-    token_ids = torch.arange(1, num_tokens + 1, device=model.device).mul(step).repeat(2)
-    calls, states, vocab_size = model.probe(token_ids)
-    called = [call.layer for call in calls]
-    if called != list(spec.row_layers):
+    kinds = getattr(config, "layer_types", None) or []
+    both = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+    return {
+        layer: len(kinds) + both.index(layer) if layer in both else layer
+        for layer, kind in enumerate(kinds)
+        if kind in _WITH_STATE
+    }
+
+
+def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
+    """One per layer, the states of which are not known yet; empty if every layer attends to all tokens.
+
+    Args:
+        config: a transformers text configuration.
+        max_model_len: windows that are not smaller limit nothing.
+
+    Raises: UnsupportedModel: names the first layer whose kind is not supported.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        uses_window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+        kinds = ["sliding_attention" if uses_window else "full_attention"] * config.num_hidden_layers
+    layers = []
+    for layer, kind in enumerate(kinds):
+        if kind not in _KINDS:
+            raise UnsupportedModel(
+                f"model type {config.model_type!r} has {_REFUSED.get(kind, f'a layer of type {kind!r}')} in "
+                f"layer {layer}, which is not supported; layers may be of type {', '.join(_KINDS)}"
+            )
+        spec = _KINDS[kind]
+        if (field := _WINDOWS.get(kind)) is not None:
+            window = getattr(config, field, None)
+            if not isinstance(window, int) or window < 1:
+                raise UnsupportedModel(
+                    f"model type {config.model_type!r} has a window in layer {layer}, and {field} is "
+                    f"{window!r}; it must be an integer of at least 1"
+                )
+            spec = replace(spec, window=window)
+        layers.append(spec if spec.window < max_model_len else LayerSpec())
+    layers += [_NO_ROWS] * list(kinds).count("hybrid")
+    return tuple(layers) if any(spec != LayerSpec() for spec in layers) else ()
+
+
+def check_parallel(config: Any, num_ranks: int, *, is_quantised: bool) -> None:
+    """Check a configuration before weights are read.
+
+    Raises:
+        UnsupportedModel: the model is not divided by KV heads.
+        ConfigurationError: its KV heads cannot be divided by the number of ranks.
+    """
+    text = config.get_text_config()
+    if text.model_type not in PARALLEL_TYPES:
         raise UnsupportedModel(
-            f"attention was called for layers {called}, and the layers that attend are "
-            f"{list(spec.row_layers)}; it must be called through transformers' attention interface once in "
-            "every such layer, in order"
+            f"model type {text.model_type!r} has not been checked with tensor_parallel {num_ranks}, and is "
+            f"not supported with it; supported are {', '.join(sorted(PARALLEL_TYPES))}"
         )
-    # without layers that attend, one head of one channel, of which nothing is stored
-    own = calls[0].heads if calls else Heads(num_kv_heads=1, group_size=1, head_dim=1)
-    layers = [spec.layer(layer) for layer in range(spec.num_layers)]
-    for its in calls:
-        layers[its.layer] = replace(
-            layers[its.layer],
-            has_plain_softmax=its.has_plain_softmax,
-            latent_dim=its.latent_dim,
-            heads=None if its.heads == own else its.heads,
+    if is_quantised:
+        raise UnsupportedModel(
+            f"the weights are quantised, which is not supported with tensor_parallel {num_ranks}; it "
+            "must be 1"
         )
-    for layer, state in states.items():
-        layers[layer] = replace(layers[layer], state=_state_specs(state))
-    measured = replace(
-        spec,
-        num_heads=own.num_kv_heads * own.group_size,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        vocab_size=vocab_size,
-        layers=tuple(layers) if any(its != LayerSpec() for its in layers) else (),
-    )
-    return measured, {call.layer: call.keys for call in calls}
-
-
-def _state_specs(state: Mapping[str, Tensor]) -> tuple[StateSpec, ...]:
-    names = {TORCH_DTYPES[name]: name for name in get_args(DTypeName)}
-    return tuple(
-        StateSpec(name=name, shape=tuple(its.shape[1:]), dtype=names[its.dtype])
-        for name, its in state.items()
-    )
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    styles = {name.rsplit(".", 1)[-1]: style for name, style in plan.items()}
+    by_heads = any(all(styles.get(name) == "colwise" for name in names) for names in _INPUTS)
+    if not by_heads or all(styles.get(name) != "rowwise" for name in _OUTPUTS):
+        raise UnsupportedModel(
+            f"transformers' tp_plan of model type {text.model_type!r} does not divide attention by heads; "
+            "tensor_parallel must be 1"
+        )
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if num_kv_heads % num_ranks:
+        raise ConfigurationError(
+            f"tensor_parallel is {num_ranks}, and the model has {num_kv_heads} KV heads; it must divide them"
+        )

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class ChatTokenizer:
     """A model's tokenizer and chat template. Immutable; safe to share between threads.
 
+    Attributes:
+        decode_one: as `decode` of one id alone.
+        partial_bytes: a token's bytes where it begins or ends within a character; None where its text has all
+            of it.
+
     Args:
         tokenizer: a transformers tokenizer with a fast backend.
         eos_token_ids: ids that end a completion.
@@ -66,8 +71,6 @@ class ChatTokenizer:
         self._backend.no_padding()
         self.eos_token_ids = eos_token_ids
         self.template = ChatTemplate(tokenizer, [self._backend.id_to_token(its) for its in eos_token_ids])
-        self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
-        """Of tokens that were decoded alone: without and with special tokens."""
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         data = json.loads(self._backend.to_str())
@@ -75,7 +78,8 @@ class ChatTokenizer:
         decoder = data["decoder"]
         self._has_byte_fallback = has_decoder(decoder, "ByteFallback")
         self._is_byte_level = has_decoder(decoder, "ByteLevel")
-        self._partial_bytes: dict[int, bytes | None] = {}
+        self.partial_bytes = cache(self._find_partial_bytes)
+        self.decode_one = cache(self._decode_one)
         written = {i for text in self.template.examples() for i in self._ids(text, add_special_tokens=False)}
         markers = {i: t for i, t in added.items() if t.special or (i in written and t.content.strip())}
         normalizer = self._backend.normalizer
@@ -103,19 +107,11 @@ class ChatTokenizer:
         except Exception as error:  # the files are the checkpoint's, and each type reads them in its own way
             raise ConfigurationError(f"model {str(path)!r} has no tokenizer that loads: {error}") from error
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, including added tokens; a model's vocabulary may be larger."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    def to_json(self) -> str:
-        """The contents of `tokenizer.json`, with all added tokens."""
-        return str(self._backend.to_str())
-
     def for_grammars(self) -> str:
-        """As `to_json`, with names that no text spells for `marks`. A grammar's text is then never one of
-        them, which it could not allow."""
-        data, names = json.loads(self.to_json()), {text: f"<\ufdd1{i}>" for text, i in self.marks.items()}
+        """The contents of `tokenizer.json`, with names that no text spells for `marks`. A grammar's text is
+        then never one of them, which it could not allow."""
+        data = json.loads(self._backend.to_str())
+        names = {text: f"<\ufdd1{i}>" for text, i in self.marks.items()}
         for token in data["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         model = data["model"]
@@ -133,12 +129,6 @@ class ChatTokenizer:
         brackets."""
         added = self._backend.get_added_tokens_decoder().items()
         return {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content, re.DOTALL)}
-
-    def partial_bytes(self, token_id: int) -> bytes | None:
-        """A token's bytes where it begins or ends within a character; None where its text has all of it."""
-        if token_id not in self._partial_bytes:
-            self._partial_bytes[token_id] = self._find_partial_bytes(token_id)
-        return self._partial_bytes[token_id]
 
     def _find_partial_bytes(self, token_id: int) -> bytes | None:
         token = self._backend.id_to_token(token_id)
@@ -200,12 +190,8 @@ class ChatTokenizer:
             return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skips)[0])
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skips))
 
-    def decode_one(self, token_id: int, *, shows_special: bool = False) -> str:
-        """As `decode` of this id alone."""
-        texts = self._texts[shows_special]
-        if token_id not in texts:
-            texts[token_id] = self.decode((token_id,), shows_special=shows_special)
-        return texts[token_id]
+    def _decode_one(self, token_id: int, *, shows_special: bool = False) -> str:
+        return self.decode((token_id,), shows_special=shows_special)
 
     def token_id(self, text: str) -> int | None:
         """The added token with this spelling; None if it is not one."""
@@ -323,12 +309,9 @@ class ChatTokenizer:
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
     def _encode_rendered(self, text: str, marker: str, max_model_len: int | None) -> list[int]:
-        ids: list[int] = []
         pieces = text.split(marker)
         self._check_length(pieces, max_model_len, "messages")
-        for piece in pieces:
-            ids += self._ids(piece, add_special_tokens=False)
-        return ids
+        return [i for piece in pieces for i in self._ids(piece, add_special_tokens=False)]
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Of the backend's calls only those for batches let other threads run; megabytes take seconds.
@@ -337,30 +320,18 @@ class ChatTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedConversation:
-    """A conversation as text and as the token ids that were really used.
+    """A conversation as text and as the token ids that were really used, or a prompt that is to be.
 
     Attributes:
         messages: including the last completion.
-        token_ids: prompt and completion of the last turn.
+        token_ids: prompt and completion of the last turn; of a prompt, up to the beginning of the next
+            assistant message.
         assistant_ends: for each assistant message of `messages`, in order: the number of `token_ids` up to
-            the end of its content; 0 if its ids are not known, because a client wrote it.
+            the end of its content; 0 if its ids are not known, because a client wrote it. The record that
+            follows a prompt has its own and, for the new message, the length of prompt plus completion.
     """
 
     messages: tuple[ChatMessage, ...]
-    token_ids: tuple[int, ...]
-    assistant_ends: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderedConversation:
-    """A prompt.
-
-    Attributes:
-        token_ids: up to the beginning of the next assistant message.
-        assistant_ends: as in RecordedConversation, for the assistant messages in the prompt. The next record
-            has these and, for the new message, the length of prompt plus completion.
-    """
-
     token_ids: tuple[int, ...]
     assistant_ends: tuple[int, ...]
 
@@ -373,7 +344,7 @@ def render_conversation(
     recorded: RecordedConversation | None = None,
     inputs: TemplateInputs = NO_INPUTS,
     max_model_len: int | None = None,
-) -> RenderedConversation:
+) -> RecordedConversation:
     """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
     Args:
@@ -385,7 +356,8 @@ def render_conversation(
     """
     shown = [message.for_template() for message in (*messages, *([] if continues is None else [continues]))]
     goes_on = continues is not None
-    num_assistants = [message.role for message in messages].count("assistant")
+    token_ids: tuple[int, ...] | None = None
+    ends: tuple[int, ...] = ()
     match = _last_match(messages, recorded) if recorded is not None else None
     if recorded is not None and match is not None:
         index, rank = match
@@ -399,15 +371,14 @@ def render_conversation(
             max_model_len=max_model_len,
         )
         if rest is not None:
-            ends = recorded.assistant_ends[: rank + 1]
-            return RenderedConversation(
-                token_ids=(*reused, *rest), assistant_ends=ends + (0,) * (num_assistants - len(ends))
-            )
-    return RenderedConversation(
-        token_ids=tuple(
+            token_ids, ends = (*reused, *rest), recorded.assistant_ends[: rank + 1]
+    if token_ids is None:
+        token_ids = tuple(
             tokenizer.render(shown, inputs=inputs, continues=goes_on, max_model_len=max_model_len)
-        ),
-        assistant_ends=(0,) * num_assistants,
+        )
+    num_unknown = [message.role for message in messages].count("assistant") - len(ends)
+    return RecordedConversation(
+        messages=tuple(messages), token_ids=token_ids, assistant_ends=ends + (0,) * num_unknown
     )
 
 

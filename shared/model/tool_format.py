@@ -16,7 +16,6 @@ from typing import Any
 from kvferry.shared.sampling.schemas import guided_json
 
 _NAME, _KEY, _VALUE = "kvferry_function", "kvferry_key", "kvferry_value"
-_THOUGHT_ENDS = ("</think>", "[/THINK]")
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _EXAMPLE_TOOL = {
     "type": "function",
@@ -26,6 +25,13 @@ _EXAMPLE_TOOL = {
         "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
     },
 }
+_ARGUMENTS = {_KEY: _VALUE}
+_WRITTEN = (
+    json.dumps(_ARGUMENTS),
+    json.dumps(_ARGUMENTS, separators=(",", ":")),
+    json.dumps(_ARGUMENTS, indent=4),
+)
+"""How templates may write them."""
 _USER = {"role": "user", "content": "hello"}
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>")
 _HARMONY_NAME = r" to=functions\.(?P<name>[\w.-]+)"
@@ -125,7 +131,7 @@ def _parts(
     render: Callable[..., str], num_calls: int, eos_texts: Sequence[str]
 ) -> tuple[str, str, str, str] | None:
     """The texts before the first name, between name and arguments, between two calls, and at the end."""
-    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+    function = {"name": _NAME, "arguments": dict(_ARGUMENTS)}
     calls = [{"id": "call00000", "type": "function", "function": function} for _ in range(num_calls)]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     try:
@@ -139,21 +145,12 @@ def _parts(
     names = text.split(_NAME)
     if len(names) != num_calls + 1:
         return None
-    written = [form for form in _spellings() if form in names[1]]
-    if not written:
+    written = next((form for form in _WRITTEN if form in names[1]), None)
+    if written is None:
         return None
-    middle, _, rest = names[1].partition(written[0])
-    end = names[-1].partition(written[0])[2]
+    middle, _, rest = names[1].partition(written)
+    end = names[-1].partition(written)[2]
     return names[0], middle, rest if num_calls > 1 else "", end.rstrip("\n")
-
-
-def _spellings() -> list[str]:
-    arguments = {_KEY: _VALUE}
-    return [
-        json.dumps(arguments),
-        json.dumps(arguments, separators=(",", ":")),
-        json.dumps(arguments, indent=4),
-    ]
 
 
 def _anchor(render: Callable[..., str]) -> str:
@@ -175,7 +172,7 @@ def _response_template(
     begin: str, middle: str, end: str, *, thoughts: dict[str, Any], anchor: str
 ) -> dict[str, Any] | None:
     """transformers' template of content, thoughts and calls."""
-    for thought_end in _THOUGHT_ENDS:
+    for thought_end in _THOUGHTS.values():
         begin = begin.rpartition(thought_end)[2]
     opening, brace, _ = begin.rpartition("{")
     closing = end.partition("}")[2]

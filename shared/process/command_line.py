@@ -31,56 +31,70 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + 2
 
 
-def make_app(name: str, description: str, known: Collection[type[Settings]]) -> App:
-    """A command that `command` adds subcommands to and `run_app` runs.
+class CommandLine:
+    """A command with subcommands, which `run_app` runs.
 
-    Args:
-        known: settings classes whose variables may be in the environment.
+    Attributes:
+        app: to which commands without settings are added.
+        known: the settings classes of the others; their variables may be in the environment.
     """
 
-    def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
-        check_environment(known, os.environ)
+    def __init__(self, name: str, description: str) -> None:
+        self.known: list[type[Settings]] = []
 
-    return App(
-        name=name,
-        help=description,
-        help_format="plaintext",
-        help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
-        version=lambda: f"{name} {VERSION}",
-        config=check,
-        group_parameters="Options",
-        result_action="return_value",
-        exit_on_error=False,
-        print_error=False,
-        suppress_keyboard_interrupt=False,
-    )
+        def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
+            check_environment(self.known, os.environ)
 
+        self.app = App(
+            name=name,
+            help=description,
+            help_format="plaintext",
+            help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
+            version=lambda: f"{name} {VERSION}",
+            config=check,
+            group_parameters="Options",
+            result_action="return_value",
+            exit_on_error=False,
+            print_error=False,
+            suppress_keyboard_interrupt=False,
+        )
 
-def command(
-    app: App, settings: type[S], *, group: str = "Commands", hidden: Collection[str] = ()
-) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
-    """Make a function of settings a subcommand: its name and docstring are the command's, fields are options.
+    def command(
+        self,
+        settings: type[S],
+        *,
+        parent: App | None = None,
+        group: str = "Commands",
+        hidden: Collection[str] = (),
+    ) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
+        """Make a function of settings a subcommand: its name and docstring are the command's, fields are
+        options.
 
-    Args:
-        group: the heading in the app's help.
-        hidden: fields that are no options of this command.
-    """
+        Args:
+            parent: the command that it belongs to; None: the app.
+            group: the heading in the app's help.
+            hidden: fields that are no options of this command.
+        """
+        self.known.append(settings)
 
-    def add(run: Callable[[S], int]) -> Callable[[S], int]:
-        def from_options(**given: Any) -> int:
-            try:
-                config = settings(**given)
-            except ValidationError as error:
-                raise ConfigurationError(_explain(error, settings, given)) from None
-            return run(config)
+        def add(run: Callable[[S], int | None]) -> Callable[[S], int | None]:
+            def from_options(**given: Any) -> int | None:
+                try:
+                    config = settings(**given)
+                except ValidationError as error:
+                    raise ConfigurationError(_explain(error, settings, given)) from None
+                return run(config)
 
-        fields = [_option(name, info) for name, info in settings.model_fields.items() if name not in hidden]
-        # cyclopts reads a command's options from its signature.
-        from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
-        app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
-        return run
+            fields = [
+                _option(name, info) for name, info in settings.model_fields.items() if name not in hidden
+            ]
+            # cyclopts reads a command's options from its signature.
+            from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+            app = self.app if parent is None else parent
+            app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
+            return run
 
-    return add
+        return add
 
 
 def run_app(app: App, arguments: Sequence[str]) -> NoReturn:
@@ -94,16 +108,16 @@ def run_app(app: App, arguments: Sequence[str]) -> NoReturn:
         if apps[-1].default_command is None and not rest:
             app.help_print(chain, console=app.error_console)
             raise SystemExit(EXIT_USAGE)
-        code = app(arguments) or 0
+        raise SystemExit(app(arguments) or 0)
     except CycloptsError as error:
-        exit_with_usage(f"{error} See {name} --help.", name)
+        code, told = EXIT_USAGE, f"{error} See {name} --help."
     except ConfigurationError as error:
-        exit_with_usage(error.message, name)
+        code, told = EXIT_USAGE, error.message
     except KvferryError as error:
-        sys.stderr.write(f"{name}: {error.message}\n")
-        code = EXIT_FAILED
+        code, told = EXIT_FAILED, error.message
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    sys.stderr.write(f"{name}: {told}\n")
     raise SystemExit(code)
 
 
@@ -126,12 +140,6 @@ def option_name(field: str) -> str:
 
 def variable_name(field: str) -> str:
     return f"{ENV_PREFIX}{field.upper()}"
-
-
-def exit_with_usage(message: str, command: str) -> NoReturn:
-    """End the process with the message on stderr and exit code 2."""
-    sys.stderr.write(f"{command}: {message}\n")
-    raise SystemExit(EXIT_USAGE)
 
 
 def _option(field: str, info: FieldInfo) -> inspect.Parameter:

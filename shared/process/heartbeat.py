@@ -31,8 +31,6 @@ class Heartbeat:
         last_s: when the engine last made progress; the engine assigns it.
         waits: whether the engine waits for work, or for something that has a time limit of its own, and no
             device computes for it; the engine assigns it.
-        mark: the last progress and the thread's processor time when it was first seen without either, and
-            when that was.
     """
 
     def __init__(self, clock: Callable[[], float], device_type: str) -> None:
@@ -40,26 +38,28 @@ class Heartbeat:
         self.waits = True
         self._clock = clock
         self._device_type = device_type
-        self.mark: tuple[float, float, float] | None = None
+        self._mark: tuple[float, float, float] | None = None
+        """The last progress and the thread's processor time when it was first seen without either, and when
+        that was."""
         self._num_looks = 0
 
-    def is_wedged(self, thread: threading.Thread) -> bool:
-        """Whether the engine is wedged, asked a few times a second while it should make progress and has made
-        none of late; otherwise `mark` must be reset.
+    def is_wedged(self, thread: threading.Thread, *, may_rest: bool = False) -> bool:
+        """Whether the engine is wedged, asked a few times a second.
 
-        Args: thread: the engine's.
+        Args: thread: the engine's; may_rest: it need not make progress now.
         """
-        if thread.ident is None or not thread.is_alive():
-            return False
         now_s = self._clock()
+        if may_rest or now_s - self.last_s < FRESH_S or thread.ident is None or not thread.is_alive():
+            self._mark = None
+            return False
         used_s = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         if (
-            self.mark is None
-            or self.mark[0] != self.last_s
-            or (self._device_type == "cpu" and used_s - self.mark[1] > _COMPUTES_S)
+            self._mark is None
+            or self._mark[0] != self.last_s
+            or (self._device_type == "cpu" and used_s - self._mark[1] > _COMPUTES_S)
         ):
-            self.mark, self._num_looks = (self.last_s, used_s, now_s), 0
+            self._mark, self._num_looks = (self.last_s, used_s, now_s), 0
             return False
         self._num_looks += 1
         limit_s = STALL_S if self._device_type == "cpu" or self.waits else GPU_STALL_S
-        return now_s - self.mark[2] >= limit_s and self._num_looks >= _LEAST_LOOKS
+        return now_s - self._mark[2] >= limit_s and self._num_looks >= _LEAST_LOOKS

@@ -16,16 +16,6 @@ import structlog
 from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.types import EventDict, Processor, WrappedLogger
 
-from kvferry.shared.errors import ConfigurationError
-
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
-FORMATS = ("auto", "json", "console")
-
 _SECRET_KEYS = frozenset({"api_key", "api_keys", "authorization", "password", "secret"})
 # Libraries that install their own handlers or log each request; we log their lines from this level up.
 _LIBRARY_LEVELS = {
@@ -48,12 +38,7 @@ def setup_logging(level: str, format: str, service: str, *, stream: TextIO | Non
         format: json (one object per line), console, or auto (console on a terminal, else json).
         service: a field of every line.
         stream: where to write; stderr if None.
-    Raises: ConfigurationError for an unknown level or format.
     """
-    if level not in LEVELS:
-        raise ConfigurationError(f"log_level is {level!r}; it must be one of {', '.join(LEVELS)}")
-    if format not in FORMATS:
-        raise ConfigurationError(f"log_format is {format!r}; it must be one of {', '.join(FORMATS)}")
     out = stream or sys.stderr
     as_json = format == "json" or (format == "auto" and not out.isatty())
 
@@ -77,7 +62,7 @@ def setup_logging(level: str, format: str, service: str, *, stream: TextIO | Non
             foreign_pre_chain=shared, processors=_final(as_json, out.isatty())
         )
     )
-    _adopt(handler, LEVELS[level])
+    _adopt(handler, logging.getLevelNamesMapping()[level.upper()])
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

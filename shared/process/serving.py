@@ -26,6 +26,9 @@ HANDSHAKE_S = 5.0
 """How long a connection to any port may take to begin: to prove its key, or to send what comes first. It is
 closed then."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_LOST = 70
+LOSS_GRACE_S = 2.0
+"""Time for the errors of a lost device's requests to reach the router."""
 _M_ARENA_MAX, _MAX_ARENAS = -8, 2
 """The parameter of glibc's `mallopt`, and its value."""
 
@@ -143,6 +146,19 @@ def end_within(timeout_s: float) -> None:
         os._exit(1)
 
     threading.Thread(target=end, name="end-within", daemon=True).start()
+
+
+def end_process(error: BaseException) -> None:
+    """End this process with `EXIT_LOST`, soon, because its device or one of its ranks is lost, and let its
+    supervisor start another. Nothing is closed: that would wait for the device.
+
+    After an illegal address, a kernel that does not end or a fault of the hardware every later call on the
+    device fails. The requests get an error first that lets the router replay them elsewhere.
+    """
+    logger.critical("the device or a rank is lost; the worker ends", error=f"{type(error).__name__}: {error}")
+    timer = threading.Timer(LOSS_GRACE_S, os._exit, (EXIT_LOST,))
+    timer.daemon = True
+    timer.start()
 
 
 async def close_within(timeout_s: float, what: str, closing: Awaitable[object]) -> bool:

@@ -28,16 +28,20 @@ from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.parallel.lead import FOLLOWER
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.process.config import WorkerSettings
-from kvferry.shared.process.device_loss import end_process
 from kvferry.shared.process.logging import setup_logging
-from kvferry.shared.process.serving import close_within, end_within, serve_until_signal, share_free_memory
+from kvferry.shared.process.serving import (
+    close_within,
+    end_process,
+    end_within,
+    serve_until_signal,
+    share_free_memory,
+)
 from kvferry.shared.telemetry.metrics import certificate_expiry
 from kvferry.shared.telemetry.metrics_server import serve_metrics
 from kvferry.shared.telemetry.tracing import setup_tracing
 from kvferry.shared.trust.certs import Certs
-from kvferry.shared.wire.channel import ignore_transport
+from kvferry.shared.wire.channel import Channel, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.transports import make_transport
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
@@ -50,15 +54,11 @@ _END_MARGIN_S = 2.0
 class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
-    def sender(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        peer_bytes: int = 0,
-        on_connected: Callable[[str], None] = ...,
-    ) -> BlockSender:
-        """Args: on_connected: gets the name of the transport when that to a receiver is known."""
+    def connecting(self, on_connected: Callable[[str], None] = ...) -> Channel:
+        """A sender's channel.
+
+        Args: on_connected: gets the name of the transport when that to a receiver is known.
+        """
         ...
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer: ...
@@ -67,23 +67,16 @@ class BlockTransport(Protocol):
 class ProcessTransport:
     """Blocks between processes, on one machine or several. Implements `BlockTransport`."""
 
-    def __init__(self, settings: WorkerSettings, certs: Certs | None) -> None:
-        """Raises: ConfigurationError: see `make_transport`."""
+    def __init__(self, settings: WorkerSettings, role: Role) -> None:
+        """Raises: ConfigurationError: see `Certs` and `make_transport`."""
+        certs = Certs.of(settings.certs, role)
         self._listen = settings.block_listen
         self._advertise = settings.block_advertise
         self._keys = certs.block_keys() if certs is not None else None
         self._transport = make_transport(settings)
 
-    def sender(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        peer_bytes: int = 0,
-        on_connected: Callable[[str], None] = ignore_transport,
-    ) -> BlockSender:
-        channel = self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
-        return BlockSender(channel, buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s)
+    def connecting(self, on_connected: Callable[[str], None] = ignore_transport) -> Channel:
+        return self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
         """Raises: ConfigurationError: the address cannot be bound."""
@@ -115,8 +108,7 @@ class RankTransport:
         names = ("block_listen", "block_advertise")
         addresses = {name: _address_of_rank(getattr(self.settings, name), rank) for name in names}
         settings = self.settings.model_copy(update=addresses)
-        certs = Certs(settings.certs, self.role) if settings.certs else None
-        return ProcessTransport(settings, certs).server(sink, on_late_block=on_late_block)
+        return ProcessTransport(settings, self.role).server(sink, on_late_block=on_late_block)
 
 
 def _address_of_rank(address: str, rank: int) -> str:
@@ -158,15 +150,11 @@ async def run_worker(
     role: Role,
     build: Build[ServiceT],
     *,
-    ends_process: bool = False,
     follower_class: str = FOLLOWER,
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; then the process ends in bounded time even if a thread is stuck.
 
-    Args:
-        ends_process: after the signal, end the process in bounded time even if a thread is stuck.
-        follower_class: as of `LeadingRank`, if there are several ranks.
-
+    Args: follower_class: as of `LeadingRank`, if there are several ranks.
     Raises: ConfigurationError, UnsupportedModel: the worker cannot start.
     """
     share_free_memory()
@@ -175,21 +163,22 @@ async def run_worker(
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
-        certs = Certs(settings.certs, role) if settings.certs else None
-        transport = ProcessTransport(settings, certs)
+        transport = ProcessTransport(settings, role)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await _load_model(settings, stack, follower_class)
-        service, metrics = await start_service(settings, role, model, build, transport, stack, certs=certs)
+        service, metrics = await start_service(settings, role, model, build, transport, stack)
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
-            listen=settings.listen, certs=certs, with_reflection=settings.grpc_reflection, **interface
+            listen=settings.listen,
+            certs=Certs.of(settings.certs, role),
+            with_reflection=settings.grpc_reflection,
+            **interface,
         )
         stack.push_async_callback(control.close, _END_STREAMS_S)
         info = {"address": control.address, "metrics": metrics, "blocks": service.block_endpoint}
         await serve_until_signal(role, info, settings.ready_file)
-        if ends_process:
-            end_within(settings.shutdown_timeout_s + _END_STREAMS_S + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
+        end_within(settings.shutdown_timeout_s + _END_STREAMS_S + _CLOSE_TIMEOUT_S + _END_MARGIN_S)
         await control.announce_end()
         await service.drain(settings.shutdown_timeout_s)
 
@@ -238,19 +227,16 @@ async def start_service(
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
-    *,
-    certs: Certs | None = None,
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
-    Args: certs: the service's, with which its metrics are served, and whose end they tell.
     Returns: the service and the address of its metrics.
     """
     choose_kernels(settings.kernels, model.device)
     service, registry = await build(model, transport)
     registry.register(KernelCalls(role, model.device))
     registry.register(KernelQuarantine(role))
-    if certs is not None:
+    if (certs := Certs.of(settings.certs, role)) is not None:
         certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
     server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready, certs=certs)

@@ -44,11 +44,8 @@ _vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
 _lock = threading.Lock()
 
 
-class TokenMatcher:
+class TokenMatcher(Follower):
     """One completion's place in a grammar. Not thread-safe."""
-
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
 
     def block(self, row: np.ndarray) -> None:
         """Write what to add to the logits: 0 for ids that may come next and -inf for others.
@@ -56,16 +53,14 @@ class TokenMatcher:
         Args: row: float32, V rounded up to a multiple of 32. Raises: InvalidRequest: see `Follower.mask`.
         """
         # a mask has a word more than a row where 32 divides V
-        bits = np.frombuffer(self._follower.mask(), dtype=np.uint8, count=len(row) // 8)
+        bits = np.frombuffer(self.mask(), dtype=np.uint8, count=len(row) // 8)
         _BLOCKED_BY_BYTE.take(bits, axis=0, mode="clip", out=row.reshape(-1, 8))
 
-    def accept(self, token_id: int) -> None:
-        """Go on with a token. Raises: InvalidRequest, KvferryError: see `Follower.accept`."""
-        self._follower.accept(token_id)
 
+class GrammarCompiler(GrammarChecks):
+    """Compiles grammars for a model, those of clients after `check`.
 
-class GrammarCompiler:
-    """Compiles grammars for a model. Thread-safe; compiling releases the GIL.
+    `matcher` is thread-safe, and compiling releases the GIL.
 
     Args:
         load_tokenizer: called once, when a request first has a grammar.
@@ -76,12 +71,7 @@ class GrammarCompiler:
     def __init__(
         self, load_tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._checks = GrammarChecks(
-            lambda: self._load_tokenizer().for_grammars(), vocab_size, self._eos_token_ids
-        )
+        super().__init__(lambda: load_tokenizer().for_grammars(), vocab_size, eos_token_ids)
 
     def matcher(self, grammar: Grammar | None, owner: str = "") -> TokenMatcher | None:
         """A matcher at the grammar's beginning; None for None. Nothing is shared with other owners.
@@ -90,23 +80,11 @@ class GrammarCompiler:
         """
         if grammar is None:
             return None
-        return TokenMatcher(self._vocabulary.follower(grammar, owner))
-
-    async def check(self, grammar: Grammar, owner: str = "") -> None:
-        """Try a client's grammar where it can harm nobody, before `matcher` gets it.
-
-        Raises: InvalidRequest: as `matcher`, or no token can begin what the grammar allows; CapacityExceeded.
-        """
-        await self._checks.check(grammar, owner)
-
-    async def close(self) -> None:
-        """End the processes in which grammars are tried. Idempotent."""
-        await self._checks.close()
+        return self._compiled_over.matcher(grammar, owner)
 
     @cached_property
-    def _vocabulary(self) -> _Vocabulary:
-        text = self._load_tokenizer().for_grammars()
-        key = text, self._vocab_size, self._eos_token_ids
+    def _compiled_over(self) -> _Vocabulary:
+        key = self._load_tokenizer(), *self._vocabulary
         with _lock:
             if key not in _vocabularies:
                 _vocabularies[key] = _Vocabulary(*key)
@@ -129,8 +107,8 @@ class _Vocabulary:
         except ValueError as error:
             raise InvalidRequest(f"the model's tokenizer has no structured output: {error}") from None
 
-    def follower(self, grammar: Grammar, owner: str) -> Follower:
-        """A follower at the grammar's beginning."""
+    def matcher(self, grammar: Grammar, owner: str) -> TokenMatcher:
+        """See `GrammarCompiler.matcher`."""
         key = owner, grammar
         with self._lock:
             found = self._compiled.get(key)
@@ -143,7 +121,7 @@ class _Vocabulary:
             self._compiled.move_to_end(key)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return Follower(matcher.deep_copy(), found.took)
+        return TokenMatcher(matcher.deep_copy(), found.took)
 
 
 class _Compiled:

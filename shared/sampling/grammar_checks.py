@@ -59,8 +59,11 @@ class GrammarChecks:
         self._turns = Turns(NUM_CHILDREN, most_of_one=max(NUM_CHILDREN - 1, 1))
 
     async def check(self, grammar: Grammar, owner: str = "") -> None:
-        """Raises: InvalidRequest: it is not valid, too large, or cannot be compiled within the bounds;
-        CapacityExceeded: too many of the caller's are waiting."""
+        """Try a client's grammar where it can harm nobody, before anything else compiles it.
+
+        Raises: InvalidRequest: it is not valid, too large, cannot be compiled within the bounds, or no token
+            can begin what it allows; CapacityExceeded: too many of the caller's are waiting.
+        """
         if self._unusable is not None:
             raise InvalidRequest(self._unusable)
         key = hashlib.sha256(json.dumps((grammar.kind, grammar.text)).encode()).digest()

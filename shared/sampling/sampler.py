@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kvferry.shared.errors import InvalidRequest, KvferryError
-from kvferry.shared.sampling.params import SampledToken, SamplingParams, ThinkingBudget
+from kvferry.shared.sampling.masks import BatchMasks, Mask
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.truncation import truncated
 
 if TYPE_CHECKING:
@@ -147,16 +148,6 @@ def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) ->
     return torch.where(temperature[:, 0] > 0, torch.minimum(drawn, last), greedy)
 
 
-def mask_rows(num_rows: int, vocab_size: int) -> np.ndarray:
-    """Room for what is added to logits: zeros, float32 `[num_rows, V rounded up to a multiple of 32]`."""
-    return np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.float32)
-
-
-def _block_all_but(row: np.ndarray, token_id: int) -> None:
-    row.fill(-np.inf)
-    row[token_id] = 0.0
-
-
 class SequenceSampler:
     """The sampling state of one completion. Not thread-safe.
 
@@ -179,7 +170,7 @@ class SequenceSampler:
        number that is a hash of (seed, token index).
 
     Attributes:
-        params: the completion's parameters.
+        params: the completion's parameters; flavour and numbers: theirs.
         next_index: index of the token to draw next.
 
     Args:
@@ -211,49 +202,26 @@ class SequenceSampler:
             self._check_ids(params.logit_bias, "a logit_bias key", "logit_bias")
         if params.delivered:
             self._check_ids(params.delivered, "a delivered token", None)
-        self._flavour = Flavour.of([params])
-        self._numbers = numbers_of([params])
-        self._penalties = self._first_penalties(prompt_token_ids) if self._flavour.penalises else None
-        self._end_ids = [*eos_token_ids, *params.stop_token_ids]
-        self._matcher = matcher
-        self._thoughts = _Thoughts(params.thinking) if params.thinking is not None else None
+        self.flavour = Flavour.of([params])
+        self.numbers = numbers_of([params])
+        self._penalties = self._first_penalties(prompt_token_ids) if self.flavour.penalises else None
+        self._mask: Mask | None = None
         if params.thinking is not None:
             self._check_ids((params.thinking.open_id, params.thinking.end_id), "a thinking token", None)
-        for token_id in prompt_token_ids[len(prompt_token_ids) - params.first_index :]:
-            if matcher is not None:
-                matcher.accept(token_id)
-            if self._thoughts is not None:
-                self._thoughts.observe(token_id)
+        if params.grammar or params.thinking or params.min_tokens or params.delivered:
+            self._mask = Mask(params, vocab_size, [*eos_token_ids, *params.stop_token_ids], matcher)
+            for token_id in prompt_token_ids[len(prompt_token_ids) - params.first_index :]:
+                self._mask.observe(token_id)
 
     @property
     def is_masked(self) -> bool:
         """Whether some ids may not be the next token."""
-        masked = self._matcher is not None or self._thoughts is not None
-        return masked or self.next_index < max(self.params.min_tokens, len(self.params.delivered))
+        return self._mask is not None and self._mask.is_needed(self.next_index)
 
     def block(self, row: np.ndarray) -> None:
-        """Write what to add to the logits: 0 for ids that may be the next token and -inf for others.
-
-        Args: row: float32 `[V]`, and as many more as `mask_rows` has.
-        Raises: KvferryError: the grammar takes too much time or memory here.
-        """
-        if self.next_index < len(self.params.delivered):
-            _block_all_but(row, self.params.delivered[self.next_index])
-            return
-        if self._thoughts is not None and self._thoughts.is_over:
-            _block_all_but(row, self._thoughts.budget.end_id)
-            return
-        if self._matcher is not None:
-            self._matcher.block(row)
-        else:
-            row.fill(0.0)
-        if self.next_index < self.params.min_tokens:
-            row[self._end_ids] = -np.inf
-
-    def _blocked(self) -> Tensor:
-        rows = mask_rows(1, self._vocab_size)
-        self.block(rows[0])
-        return torch.from_numpy(rows)[:, : self._vocab_size]
+        """See `Mask.block`, of the next token."""
+        assert self._mask is not None, "only what is masked is asked"
+        self._mask.block(row, self.next_index)
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Draw the next token and record it.
@@ -270,13 +238,13 @@ class SequenceSampler:
             raise self.refusal()
         wide = raw[None]
         if self._penalties is not None:
-            wide = self._penalties.apply(wide, self._numbers)
-        if self.is_masked:
-            wide = wide + self._blocked()
+            wide = self._penalties.apply(wide, self.numbers)
+        if self._mask is not None and self.is_masked:
+            wide = wide + self._mask.blocked(self.next_index)
             if not wide.max().isfinite():
                 raise self.refusal()
         uniforms = torch.tensor(self.uniforms(1, at=self.next_index), dtype=torch.float64)
-        return self.accept(int(draw(wide, self._numbers, uniforms, self._flavour)), raw)
+        return self.accept(int(draw(wide, self.numbers, uniforms, self.flavour)), raw)
 
     def accept(self, token_id: int, logits: Tensor | None = None) -> SampledToken:
         """Record a token that was drawn for this completion, and return it with its logprobs.
@@ -295,9 +263,9 @@ class SequenceSampler:
 
     def refusal(self) -> KvferryError:
         """The error to raise if no token can be drawn."""
-        if self._matcher is not None:
+        if self._mask is not None and self.params.grammar is not None:
             try:
-                if self._blocked().isinf().all():
+                if self._mask.blocked(self.next_index).isinf().all():
                     return KvferryError(
                         f"the grammar allows no token at token {self.next_index}", reason="grammar_dead_end"
                     )
@@ -324,10 +292,8 @@ class SequenceSampler:
         """Record a completion token that was drawn elsewhere."""
         self._check_ids((token_id,), "a completion token", None)
         self.next_index += 1
-        if self._matcher is not None:
-            self._matcher.accept(token_id)
-        if self._thoughts is not None:
-            self._thoughts.observe(token_id)
+        if self._mask is not None:
+            self._mask.observe(token_id)
         if self._penalties is not None:
             self._penalties.seen[0, token_id] = True
             self._penalties.counts[0, token_id] += 1
@@ -351,28 +317,6 @@ class SequenceSampler:
                 raise InvalidRequest(
                     f"{what} is {token_id}; token ids are 0 to {self._vocab_size - 1}", param=param
                 )
-
-
-class _Thoughts:
-    """Counts the tokens of a completion's thoughts."""
-
-    def __init__(self, budget: ThinkingBudget) -> None:
-        self.budget = budget
-        self._is_open = budget.is_open
-        self._num_tokens = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the next token must end a thought."""
-        return self._is_open and self._num_tokens >= self.budget.max_tokens
-
-    def observe(self, token_id: int) -> None:
-        if token_id == self.budget.end_id:
-            self._is_open = False
-        elif self._is_open:
-            self._num_tokens += 1
-        else:
-            self._is_open = token_id == self.budget.open_id
 
 
 def _uniform(seed: int, index: int) -> float:
@@ -409,53 +353,44 @@ class BatchSampler:
         self._uniforms = torch.zeros(num_slots, AHEAD_TOKENS, dtype=torch.float64, device=device)
         self._next = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties: Penalties | None = None
-        self._rows: np.ndarray | None = None  # 0, or -inf for ids that may not come next
-        self._blocked: Tensor | None = None  # the same on the device: on a CPU, the same memory
-        self._allowed_logits: Tensor | None = None
-        self._masked: dict[int, SequenceSampler] = {}
-        self._flavours: dict[int, Flavour] = {}
+        self._masks: BatchMasks | None = None
+        self._params: dict[int, SamplingParams] = {}
+        self._flavour = Flavour.of([])
         self._drawing: dict[int, _Drawing] = {}
 
     @property
     def flavour(self) -> Flavour:
         """What the placed sequences need."""
-        every = set(self._flavours.values())
-        return Flavour(
-            draws=any(its.draws for its in every),
-            truncates=any(its.truncates for its in every),
-            penalises=any(its.penalises for its in every),
-            most=max((its.most for its in every), default=0),
-            nuclei=any(its.nuclei for its in every),
-            masks=bool(self._masked),
-        )
+        return replace(self._flavour, masks=self.needs_tokens)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether a token must be known before the next one can be drawn."""
-        return bool(self._masked)
+        return self._masks is not None and bool(self._masks.samplers)
 
     def place(self, slot: int, sampler: SequenceSampler) -> None:
         """Place a sequence in its current state."""
-        flavour = self._flavours[slot] = Flavour.of([sampler.params])
-        self._numbers[:, slot].copy_(numbers_of([sampler.params])[:, 0], non_blocking=True)
-        if flavour.penalises and self._penalties is None:
+        self._params[slot] = sampler.params
+        self._flavour = Flavour.of(list(self._params.values()))
+        self._numbers[:, slot].copy_(sampler.numbers[:, 0], non_blocking=True)
+        if sampler.flavour.penalises and self._penalties is None:
             self._penalties = Penalties.zeros(*self._size, self._device)
         if self._penalties is not None:
             sampler.copy_penalties(self._penalties, slot)
-        if flavour.draws:
+        if sampler.flavour.draws:
             self._drawing[slot] = _Drawing(sampler=sampler, next_index=sampler.next_index)
         if sampler.is_masked:
-            self._masked[slot] = sampler
-            if self._blocked is None:
-                self._rows = mask_rows(*self._size)
-                self._blocked = torch.from_numpy(self._rows)[:, : self._size[1]].to(self._device)
-                self._allowed_logits = torch.zeros(self._size, device=self._device)
+            if self._masks is None:
+                self._masks = BatchMasks(*self._size, self._device)
+            self._masks.samplers[slot] = sampler
 
     def remove(self, slot: int) -> None:
         """Empty a slot."""
-        del self._flavours[slot]
+        del self._params[slot]
+        self._flavour = Flavour.of(list(self._params.values()))
         self._drawing.pop(slot, None)
-        self._unmask(slot)
+        if self._masks is not None:
+            self._masks.remove(slot)
         self._numbers[:, slot].copy_(numbers_of([GREEDY])[:, 0], non_blocking=True)
 
     def refill(self) -> None:
@@ -469,34 +404,8 @@ class BatchSampler:
                 drawing.next_index += AHEAD_TOKENS
                 drawing.num_ahead = AHEAD_TOKENS
             drawing.num_ahead -= 1
-        if self._masked:
-            self._show_masks()
-
-    def _show_masks(self) -> None:
-        assert self._rows is not None, "there is a masked sequence"
-        for slot, sampler in list(self._masked.items()):
-            if not sampler.is_masked:
-                self._unmask(slot)
-                continue
-            try:
-                sampler.block(self._rows[slot])
-            except KvferryError:
-                # the host asks again, and ends the completion with the error
-                self._rows[slot].fill(-np.inf)
-            self._show(slot)
-
-    def _unmask(self, slot: int) -> None:
-        if self._masked.pop(slot, None) is not None:
-            assert self._rows is not None, "the slot was masked"
-            self._rows[slot].fill(0.0)
-            self._show(slot)
-
-    def _show(self, slot: int) -> None:
-        assert self._rows is not None, "it has what is shown"
-        assert self._blocked is not None, "it comes with the rows"
-        if not self._blocked.is_cpu:
-            row = torch.from_numpy(self._rows[slot, : self._size[1]])
-            self._blocked[slot].copy_(row, non_blocking=True)
+        if self._masks is not None:
+            self._masks.refill()
 
     def sample(self, logits: Tensor, active: Tensor, flavour: Flavour) -> tuple[Tensor, Tensor]:
         """Draw a token for each of the first slots, and record those of active slots.
@@ -507,11 +416,8 @@ class BatchSampler:
         Returns: int64 `[S]`; bool `[S]`, whether a token can be drawn from the logits.
         """
         if flavour.masks:
-            assert self._blocked is not None, "a sequence was masked when the step was made"
-            assert self._allowed_logits is not None, "they come with the masks"
-            # Into memory that is there: a new tensor of this size costs more than the arithmetic.
-            allowed = self._allowed_logits[: len(logits)]
-            logits = torch.add(logits, self._blocked[: len(logits)], out=allowed)
+            assert self._masks is not None, "a sequence was masked when the step was made"
+            logits = self._masks.apply(logits)
         valid = logits.amax(1).isfinite()
         if not flavour.penalises and not flavour.draws:
             return logits.argmax(1), valid

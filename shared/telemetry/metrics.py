@@ -19,14 +19,13 @@ STEP_BUCKETS_S = (
 RATIO_BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
 
 CERTIFICATE_EXPIRY = "kvferry_certificate_expiry_timestamp_seconds"
-ARENA_STATES = ("free", "reserved", "in_transfer", "running", "retained")
 
 
 class _Families:
     """Short constructors for metrics of one registry, without the client library's own collectors."""
 
-    def __init__(self, registry: CollectorRegistry | None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
 
     def _counter(self, name: str, doc: str, *labels: str) -> Counter:
         return Counter(f"kvferry_{name}", doc, labels, registry=self.registry)
@@ -55,8 +54,8 @@ def certificate_expiry(registry: CollectorRegistry, expires_at_s: float) -> None
 class RouterMetrics(_Families):
     """Latency, outcomes and tokens of clients' requests."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        super().__init__(registry)
+    def __init__(self) -> None:
+        super().__init__()
         by = ("model", "method")
         self.time_to_first_token = self._latency("time_to_first_token_seconds", "Arrival to first token", *by)
         self.inter_token_latency = self._steps("inter_token_latency_seconds", "Between two tokens", *by)
@@ -90,8 +89,8 @@ class RouterMetrics(_Families):
 class PrefillMetrics(_Families):
     """Prompts, compressed and shipped bytes, stored history."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        super().__init__(registry)
+    def __init__(self) -> None:
+        super().__init__()
         by = ("model", "method")
         self.warm_up = self._gauge("prefill_warm_up_ratio", "The part of the warm-up that is done")
         self.prefill = self._latency("prefill_seconds", "One prompt's pass, including compression", *by)
@@ -140,8 +139,8 @@ class PrefillMetrics(_Families):
 class DecodeMetrics(_Families):
     """The arena, the running batch, reservations."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        super().__init__(registry)
+    def __init__(self) -> None:
+        super().__init__()
         self.warm_up = self._gauge("decode_warm_up_ratio", "The part of the warm-up that is done")
         self.decode_step = self._steps("decode_step_seconds", "One step of the running batch", "model")
         self.decode_steps = self._counter(

@@ -29,7 +29,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry.shared.errors import without_text
+from kvferry.shared.errors import InvalidRequest
 
 _FLUSH_TIMEOUT_MS = 2_000
 _EXPORT_TIMEOUT_S = 5
@@ -109,8 +109,10 @@ def begin(name: str, parent: Context | None = None) -> Span:
 
 
 def fail(error: BaseException) -> None:
-    """Mark the current span as ended by an error."""
-    trace.get_current_span().set_status(Status(StatusCode.ERROR, without_text(error)))
+    """Mark the current span as ended by an error, without the message of a caller's mistake, which quotes the
+    request."""
+    text = f"{type(error).__name__}: {error.reason}" if isinstance(error, InvalidRequest) else str(error)
+    trace.get_current_span().set_status(Status(StatusCode.ERROR, text))
 
 
 @contextmanager

@@ -73,6 +73,11 @@ class Certs:
         self._folder = of_role if of_role.is_dir() else Path(folder)
         self._authority, self._chain, self._key = (self._read(f) for f in ("ca.pem", "tls.pem", "tls.key"))
 
+    @classmethod
+    def of(cls, folder: str, role: Role) -> Certs | None:
+        """None where the folder is empty: there are no certificates."""
+        return cls(folder, role) if folder else None
+
     @property
     def expires_at_s(self) -> float:
         """Unix time at which the role's certificate ends.

@@ -14,13 +14,15 @@ import re
 import reprlib
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
 import xxhash
+from torch import Tensor
 
 from kvferry.shared.errors import (
     KvferryError,
@@ -29,24 +31,25 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     TransferFailed,
 )
-from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import (
+    MAX_LAYER_RECORD_BYTES,
     MAX_LAYER_TENSORS,
     MAX_MANIFEST_BYTES,
-    MAX_PAYLOAD_BYTES,
+    MAX_PAYLOAD_BYTES_BY_TYPE,
     MAX_TOKENS,
     MAX_TOTAL_BYTES,
     PROTOCOL_VERSION,
     REASON,
     TENSOR_DTYPE_BYTES,
+    TENSOR_KINDS,
     AbortRecord,
-    BlockHeader,
     EndRecord,
     FrameHeader,
     LayerHeader,
     Manifest,
     MessageType,
     NackRecord,
+    NamedTensor,
     TensorHeader,
     TransferKey,
 )
@@ -62,18 +65,6 @@ _KEY = struct.Struct("<QI")
 _KEY_OFFSET = 8
 
 NO_PAYLOAD = (memoryview(b""),)
-MAX_LAYER_RECORD_BYTES = 4096
-MAX_PAYLOAD_BYTES_BY_TYPE: dict[MessageType, int] = {
-    MessageType.MANIFEST: MAX_MANIFEST_BYTES,
-    MessageType.LAYER: MAX_LAYER_RECORD_BYTES + MAX_PAYLOAD_BYTES,
-    MessageType.BLOCK: MAX_PAYLOAD_BYTES,
-    MessageType.END: MAX_MANIFEST_BYTES,
-    MessageType.ABORT: 4096,
-    MessageType.KEEPALIVE: 0,
-    MessageType.CREDIT: 0,
-    MessageType.ACK: 0,
-    MessageType.NACK: 8192,
-}
 _MAX_FRAMES = {MessageType.LAYER: 2 + MAX_LAYER_TENSORS, MessageType.BLOCK: 1 + MAX_LAYER_TENSORS}
 """Of a message, its header included; 2 of the other types."""
 _MAX_MESSAGE_CHARS = 1024
@@ -254,26 +245,6 @@ def _check_manifest(manifest: Manifest) -> None:
         )
 
 
-def model_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of a manifest that name a model and its shapes."""
-    return {
-        "model_fingerprint": spec.fingerprint,
-        "dtype": spec.dtype,
-        "num_layers": spec.num_layers,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-    }
-
-
-def check_manifest(manifest: Manifest, expected: Mapping[str, object]) -> None:
-    """Require these values of some fields. Raises: ProtocolMismatch, reason "manifest_FIELD"."""
-    for name, own in expected.items():
-        if (sent := getattr(manifest, name)) != own:
-            raise ProtocolMismatch(
-                f"the manifest's {name} is {sent!r}; this worker expects {own!r}", reason=f"manifest_{name}"
-            )
-
-
 def _check_end(end: EndRecord) -> None:
     if (token := end.first_token) is not None:
         numbers = [token.token_id, token.index, *(token_id for token_id, _ in token.top_logprobs)]
@@ -292,11 +263,6 @@ encode_end, decode_end = _END.encode, _END.decode
 _KINDS: dict[str, type[TransferFailed]] = {
     kind.__name__: kind for kind in (TransferFailed, ProtocolMismatch, MalformedMessage, LeaseExpired)
 }
-
-
-def part_key(key: TransferKey, first_head: int) -> TransferKey:
-    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
-    return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)
 
 
 def encode_nack(error: KvferryError) -> bytes:
@@ -336,6 +302,40 @@ def _malformed(message: str) -> MalformedMessage:
 # ---- order -------------------------------------------------------------------------------------------------
 
 _TENSOR_NAME = attrgetter("name")
+_DTYPE_NAMES = {getattr(torch, name): name for name in TENSOR_DTYPE_BYTES}
+
+
+def tensor_header(named: NamedTensor) -> TensorHeader:
+    """What a layer's header says of a tensor. Raises TransferFailed: another dtype or kind."""
+    dtype = _DTYPE_NAMES.get(named.tensor.dtype)
+    if dtype is None:
+        raise TransferFailed(
+            f"{named.name} is {named.tensor.dtype}; {', '.join(TENSOR_DTYPE_BYTES)} are allowed",
+            reason="dtype",
+        )
+    if named.kind not in TENSOR_KINDS:
+        raise TransferFailed(
+            f"{named.name} is counted as {named.kind!r}; {', '.join(TENSOR_KINDS)} are allowed", reason="kind"
+        )
+    return TensorHeader(name=named.name, dtype=dtype, shape=tuple(named.tensor.shape))
+
+
+def cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> Iterator[tuple[int, list[Tensor], list[str]]]:
+    """What each message carries of the tensors: how many bytes, the parts and their kinds. The first one may
+    carry nothing."""
+    parts: list[Tensor] = []
+    kinds: list[str] = []
+    room = limit_bytes
+    for named in tensors:
+        flat = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while flat.numel():
+            if room == 0:
+                yield limit_bytes, parts, kinds
+                parts, kinds, room = [], [], limit_bytes
+            parts.append(flat[:room])
+            kinds.append(named.kind)
+            flat, room = flat[room:], max(0, room - flat.numel())
+    yield limit_bytes - room, parts, kinds
 
 
 def tensor_starts(layer: LayerHeader) -> list[int]:
@@ -358,23 +358,21 @@ class TransferCursor:
     Attributes:
         sequence: number of the next layer header or block.
         num_blocks, payload_bytes: the blocks and the tensor bytes that have passed.
-        layer_bytes, offset: size of the current layer's tensors, and how much of it has passed.
+        layer, layer_bytes, offset: the current layer, -1 before the first; size of its tensors, and how much
+            of it has passed.
+        starts: `tensor_starts` of the current layer.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.sequence = 0
-        self.num_blocks = 0
-        self.payload_bytes = 0
-        self.layer_bytes = 0
-        self.offset = 0
+        self.sequence = self.num_blocks = self.payload_bytes = 0
+        self.layer, self.layer_bytes, self.offset = -1, 0, 0
+        self.starts = [0]
         self._num_layers = num_layers
-        self._layer = -1
         self._tensors: tuple[TensorHeader, ...] = ()
-        self._starts = [0]
 
     def check_complete(self) -> None:
         """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
-        if self._layer + 1 < self._num_layers or self.offset < self.layer_bytes:
+        if self.layer + 1 < self._num_layers or self.offset < self.layer_bytes:
             raise TransferFailed(f"transfer ends where {self._expected()} is expected", reason="incomplete")
 
     def pass_layer(self, sequence: int, layer: LayerHeader, num_bytes: int = 0) -> None:
@@ -384,7 +382,7 @@ class TransferCursor:
             TransferFailed: it is not the next one ("order"), or has fewer bytes ("size").
             ProtocolMismatch: two tensors have one name, or they are too large together.
         """
-        is_next = layer.layer == self._layer + 1 < self._num_layers and self.offset == self.layer_bytes
+        is_next = layer.layer == self.layer + 1 < self._num_layers and self.offset == self.layer_bytes
         if sequence != self.sequence or not is_next:
             raise self._wrong_order(f"header {sequence}, of layer {layer.layer},")
         starts = tensor_starts(layer)
@@ -399,8 +397,8 @@ class TransferCursor:
                 f"layer {layer.layer} was received with {num_bytes} bytes; its header implies {layer_bytes}",
                 reason="size",
             )
-        self._tensors, self._starts, self.layer_bytes = layer.tensors, starts, layer_bytes
-        self._layer += 1
+        self._tensors, self.starts, self.layer_bytes = layer.tensors, starts, layer_bytes
+        self.layer += 1
         self.sequence += 1
         self.payload_bytes += num_bytes
         self.offset = num_bytes
@@ -414,7 +412,7 @@ class TransferCursor:
         """
         left_bytes = self.layer_bytes - self.offset
         position = header.sequence, header.layer, header.offset
-        if not left_bytes or position != (self.sequence, self._layer, self.offset):
+        if not left_bytes or position != (self.sequence, self.layer, self.offset):
             raise self._wrong_order(
                 f"block {header.sequence}, of layer {header.layer} offset {header.offset},"
             )
@@ -429,39 +427,15 @@ class TransferCursor:
         self.payload_bytes += num_bytes
         self.offset += num_bytes
 
-    def split(
-        self, header: FrameHeader, frames: Sequence[memoryview | bytes]
-    ) -> list[tuple[BlockHeader, memoryview]]:
-        """The bytes of the LAYER or BLOCK message that has just passed, by tensor."""
-        start, parts = header.offset, []
-        for raw in frames:
-            frame = memoryview(raw)
-            while frame.nbytes:
-                tensor = bisect_right(self._starts, start) - 1
-                begin, end = self._starts[tensor : tensor + 2]
-                part = frame[: end - start]
-                block = BlockHeader(
-                    key=header.key,
-                    sequence=header.sequence,
-                    layer=self._layer,
-                    tensor=tensor,
-                    tensor_bytes=end - begin,
-                    offset=start - begin,
-                )
-                parts.append((block, part))
-                start += part.nbytes
-                frame = frame[part.nbytes :]
-        return parts
-
     def _wrong_order(self, received: str) -> TransferFailed:
         message = f"{received} was received; number {self.sequence}, {self._expected()} is expected"
         return TransferFailed(message, reason="order")
 
     def _expected(self) -> str:
         if self.offset < self.layer_bytes:
-            tensor = bisect_right(self._starts, self.offset) - 1
-            inside = f"{self._tensors[tensor].name} offset {self.offset - self._starts[tensor]}"
-            return f"offset {self.offset} of layer {self._layer} ({inside})"
-        if self._layer + 1 < self._num_layers:
-            return f"the header of layer {self._layer + 1}"
+            tensor = bisect_right(self.starts, self.offset) - 1
+            inside = f"{self._tensors[tensor].name} offset {self.offset - self.starts[tensor]}"
+            return f"offset {self.offset} of layer {self.layer} ({inside})"
+        if self.layer + 1 < self._num_layers:
+            return f"the header of layer {self.layer + 1}"
         return "nothing more"

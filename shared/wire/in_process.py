@@ -10,10 +10,8 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.wire.channel import Peer, PeerLost, Received, SendResult, ignore_transport
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender
 
 SCHEME = "inproc://"
 MAX_QUEUED_MESSAGES = 64
@@ -32,37 +30,18 @@ class InProcessHub:
         """A server at a new endpoint. See `BlockServer`."""
         return BlockServer(self.listening(), sink, on_late_block=on_late_block)
 
-    def sender(
-        self,
-        *,
-        buffer_bytes: int,
-        timeout_s: float,
-        peer_bytes: int = 0,
-        on_connected: Callable[[str], None] = ignore_transport,
-    ) -> BlockSender:
-        """A sender to this hub's servers. See `BlockSender`."""
+    def connecting(self, on_connected: Callable[[str], None] = ignore_transport) -> InProcessChannel:
+        """A sender's channel to this hub's servers."""
         on_connected("in_process")
-        return BlockSender(
-            self.connecting(), buffer_bytes=buffer_bytes, peer_bytes=peer_bytes, timeout_s=timeout_s
-        )
-
-    def connecting(self) -> InProcessChannel:
-        """A sender's channel."""
         return InProcessChannel(self, f"client/{next(self._numbers)}")
 
-    def listening(self, name: str = "") -> InProcessChannel:
-        """A receiver's channel at `inproc://name`; at a new number if the name is empty.
-
-        Raises:
-            ConfigurationError: the name is taken.
-        """
-        return InProcessChannel(self, f"{SCHEME}{name or next(self._numbers)}", limit=MAX_QUEUED_MESSAGES)
+    def listening(self) -> InProcessChannel:
+        """A receiver's channel at a new endpoint."""
+        return InProcessChannel(self, f"{SCHEME}{next(self._numbers)}", limit=MAX_QUEUED_MESSAGES)
 
     def register(self, name: Peer, channel: InProcessChannel) -> None:
-        """Raises ConfigurationError if the name is taken."""
+        """Add a channel, whose name no other has."""
         with self._lock:
-            if name in self.channels:
-                raise ConfigurationError(f"in-process endpoint {name.decode()!r} is already in use")
             self.channels[name] = channel
 
     def unregister(self, name: Peer) -> None:

@@ -131,17 +131,13 @@ class BlockHeader:
     """Tells a sink where to write bytes: up to MAX_PAYLOAD_BYTES of one tensor.
 
     Attributes:
-        sequence: of the message that carried them; see `FrameHeader`.
         tensor: index into the layer header's tensors.
-        tensor_bytes: size of the whole tensor.
         offset: where this payload starts in it, in bytes.
     """
 
     key: TransferKey
-    sequence: int
     layer: int
     tensor: int
-    tensor_bytes: int
     offset: int
 
 
@@ -190,6 +186,20 @@ class MessageType(enum.IntEnum):
     NACK = 9
 
 
+MAX_LAYER_RECORD_BYTES = 4096
+MAX_PAYLOAD_BYTES_BY_TYPE = {
+    MessageType.MANIFEST: MAX_MANIFEST_BYTES,
+    MessageType.LAYER: MAX_LAYER_RECORD_BYTES + MAX_PAYLOAD_BYTES,
+    MessageType.BLOCK: MAX_PAYLOAD_BYTES,
+    MessageType.END: MAX_MANIFEST_BYTES,
+    MessageType.ABORT: 4096,
+    MessageType.KEEPALIVE: 0,
+    MessageType.CREDIT: 0,
+    MessageType.ACK: 0,
+    MessageType.NACK: 8192,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrameHeader:
     """A message's header, checksum and payload size aside. Fields that a type does not use are zero.
@@ -207,3 +217,22 @@ class FrameHeader:
     layer: int = 0
     total_bytes: int = 0
     offset: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message to send.
+
+    Attributes:
+        payload, kinds: its payload's frames, and the kind under which each is counted.
+        tensor_bytes: how much of the payload credit and buffer count.
+        frames: what is sent; made by the sender's thread, which alone uses it.
+        was_sent: whether it was sent over a connection that was lost.
+    """
+
+    header: FrameHeader
+    payload: list[memoryview]
+    kinds: list[str]
+    tensor_bytes: int = 0
+    frames: tuple[memoryview | bytes, ...] = ()
+    was_sent: bool = False

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import structlog
 
@@ -20,8 +21,10 @@ from kvferry.shared.errors import (
     KvferryError,
     LeaseExpired,
     MalformedMessage,
+    ProtocolMismatch,
     TransferFailed,
 )
+from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.channel import ListeningChannel, Peer, PeerLost, Received, SendResult
 from kvferry.shared.wire.frames import (
     TransferCursor,
@@ -50,7 +53,8 @@ BEAT_INTERVAL_S = 1.0
 _TAKEOVER_S = 1.0
 """How long a sender that comes over another connection waits for the loss of its former one."""
 _PROBE_S = 0.05
-DEFAULT_IDLE_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 30.0
+"""A transfer is aborted if nothing, not even a keepalive, arrives for this long."""
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -126,24 +130,14 @@ class BlockServer:
     """
 
     def __init__(
-        self,
-        channel: ListeningChannel,
-        sink: BlockSink,
-        *,
-        idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S,
-        on_late_block: Callable[[], None] | None = None,
+        self, channel: ListeningChannel, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> None:
-        """
-        Args:
-            idle_timeout_s: a transfer is aborted if nothing, not even a keepalive, arrives for this long.
-            on_late_block: called for each block that belongs to no open transfer.
+        """Args: on_late_block: called for each block that belongs to no open transfer.
 
-        Raises:
-            ConfigurationError: the address cannot be bound.
+        Raises: ConfigurationError: the address cannot be bound.
         """
         self._channel = channel
         self._sink = sink
-        self._idle_timeout_s = idle_timeout_s
         self._on_late_block = on_late_block or (lambda: None)
         self._transfers: dict[TransferKey, _IncomingTransfer] = {}
         self._committed: dict[TransferKey, _IncomingTransfer] = {}
@@ -177,7 +171,7 @@ class BlockServer:
 
     def _serve(self) -> None:
         next_sweep_s = 0.0
-        wait_s = tick_s = min(BEAT_INTERVAL_S, self._idle_timeout_s / 4)
+        wait_s = tick_s = min(BEAT_INTERVAL_S, IDLE_TIMEOUT_S / 4)
         while not self._stopping:
             for event in self._channel.poll(wait_s):
                 if isinstance(event, Received):
@@ -264,7 +258,7 @@ class BlockServer:
     def _write(
         self, incoming: _IncomingTransfer, header: FrameHeader, payload: Sequence[memoryview | bytes]
     ) -> None:
-        for block, part in incoming.cursor.split(header, payload):
+        for block, part in split(incoming.cursor, header, payload):
             self._sink.write(block, part)
         if incoming.cursor.payload_bytes - incoming.granted_bytes >= MAX_PAYLOAD_BYTES:
             self._grant(incoming)
@@ -358,8 +352,8 @@ class BlockServer:
         """Abort idle transfers and those whose sender did not come back; repeat the credit of quiet ones."""
         now_s = time.monotonic()
         for incoming in tuple(self._transfers.values()):
-            if now_s - incoming.heard_at_s > self._idle_timeout_s:
-                message = f"nothing was received for {self._idle_timeout_s} s"
+            if now_s - incoming.heard_at_s > IDLE_TIMEOUT_S:
+                message = f"nothing was received for {IDLE_TIMEOUT_S} s"
                 self._fail(incoming, TransferFailed(message, reason="idle"))
             elif incoming.lost_at_s is not None:
                 if now_s - incoming.lost_at_s > RESUME_S:
@@ -367,7 +361,7 @@ class BlockServer:
             elif now_s - incoming.told_at_s > BEAT_INTERVAL_S:
                 self._grant(incoming)
         for key, committed in tuple(self._committed.items()):
-            if now_s - committed.heard_at_s > self._idle_timeout_s:
+            if now_s - committed.heard_at_s > IDLE_TIMEOUT_S:
                 del self._committed[key]
 
     def _send(self, peer: Peer, header: FrameHeader, payload: bytes = b"") -> SendResult:
@@ -391,3 +385,46 @@ def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> En
             reason="totals",
         )
     return end
+
+
+def split(
+    cursor: TransferCursor, header: FrameHeader, frames: Sequence[memoryview | bytes]
+) -> list[tuple[BlockHeader, memoryview]]:
+    """The bytes of the LAYER or BLOCK message that has just passed the cursor, by tensor."""
+    start, parts = header.offset, []
+    for raw in frames:
+        frame = memoryview(raw)
+        while frame.nbytes:
+            tensor = bisect_right(cursor.starts, start) - 1
+            begin, end = cursor.starts[tensor : tensor + 2]
+            part = frame[: end - start]
+            block = BlockHeader(key=header.key, layer=cursor.layer, tensor=tensor, offset=start - begin)
+            parts.append((block, part))
+            start += part.nbytes
+            frame = frame[part.nbytes :]
+    return parts
+
+
+def model_fields(spec: ModelSpec) -> dict[str, Any]:
+    """The fields of a manifest that name a model and its shapes."""
+    return {
+        "model_fingerprint": spec.fingerprint,
+        "dtype": spec.dtype,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+    }
+
+
+def check_manifest(manifest: Manifest, expected: Mapping[str, object]) -> None:
+    """Require these values of some fields. Raises: ProtocolMismatch, reason "manifest_FIELD"."""
+    for name, own in expected.items():
+        if (sent := getattr(manifest, name)) != own:
+            raise ProtocolMismatch(
+                f"the manifest's {name} is {sent!r}; this worker expects {own!r}", reason=f"manifest_{name}"
+            )
+
+
+def part_key(key: TransferKey, first_head: int) -> TransferKey:
+    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
+    return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)

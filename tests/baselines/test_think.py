@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.compression import Placed, compress_layer, formats_for, one_format
+from kvtest.compression import Placed, compress_layer, formats_for, make_sizing, one_format
 from kvtest.reference.dense import dense_decode
 
 from kvferry.baselines.think import Think
@@ -100,7 +100,7 @@ def test_no_more_bytes_than_the_budgets_rows_and_not_one_row_fewer(
     retention: float, budget: int, num_tokens: int, head_dim: int
 ) -> None:
     part = Part(name="think", params={"channel_retention": retention, "window": 8})
-    rows = Think.rows_within(part, budget, num_tokens=num_tokens, head_dim=head_dim)
+    rows = Think.rows_within(part, make_sizing(budget, num_tokens=num_tokens, head_dim=head_dim))
 
     def size(count: int) -> int:
         shape = LayerShape(

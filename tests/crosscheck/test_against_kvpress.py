@@ -34,7 +34,7 @@ from kvferry.shared.compression.formats.ragged import head_budgets
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part
 from kvferry.shared.compression.presets import plan_for, preset
-from kvferry.shared.compression.rdkv.weights import channel_weights
+from kvferry.shared.compression.rdkv.compress import channel_weights
 from kvferry.shared.compression.resolve import allocate_layers, resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
+from kvferry.services.launcher.cli import command_line
+from kvferry.services.launcher.config import CONFIGS
 from kvferry.shared.process.command_line import check_environment, variable_name
 from kvferry.tools.kernel_cache.shapes import SHIPPED
 
@@ -191,7 +192,7 @@ def test_options_given_to_services_exist_and_are_valid(stack: str, request: pyte
             for name, value in services[role]["environment"].items()
             if name.startswith("KVFERRY_")
         }
-        check_environment(KNOWN_CONFIGS, environment)
+        check_environment(command_line.known, environment)
         settings = CONFIGS[role]  # type: ignore[index]
         fields = {variable_name(field): field for field in settings.model_fields}
         assert environment.keys() <= fields.keys(), role

@@ -25,8 +25,8 @@ from kvtest.ports import free_port
 from kvtest.redis_server import server_binary
 from prometheus_client import CollectorRegistry
 
-from kvferry.services.launcher.cli import app
-from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS
+from kvferry.services.launcher.cli import app, command_line
+from kvferry.services.launcher.config import CONFIGS
 from kvferry.services.router.api.operations import unkeyed
 from kvferry.services.router.http.access import KeyFile
 from kvferry.shared.device.kernel_paths import KernelQuarantine
@@ -234,7 +234,7 @@ def test_variables_are_options_of_their_service_with_valid_values(items: list[It
         names = {its["name"] for its in container["env"] if its["name"].startswith("KVFERRY_")}
         assert names <= fields.keys(), role
         given = {name: value for name, value in environment(container).items() if name in fields}
-        check_environment(KNOWN_CONFIGS, given)
+        check_environment(command_line.known, given)
         settings(**{fields[name]: value for name, value in given.items() if value})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.shared.compression import installed
+from kvferry.shared.compression import interface
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.model.loading import load_model
@@ -69,7 +69,7 @@ import torch
 
 from kvferry.shared.compression.interface import TensorSpec
 from kvferry.shared.compression.formats.interface import (
-    LayerCache, LayerFormat, NaiveLayer, check_index, gather_rows, on_host, select_rows
+    LayerCache, LayerFormat, NaiveLayer, check_index, gather_rows, select_rows
 )
 from kvferry.shared.compression.interface import Method
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, read_params
@@ -89,19 +89,13 @@ class HalvesCache(LayerCache):
         length = num_appended + 1
         return attend(queries, self.regions, keys[:, :length], values[:, :length], scaling)
 
-    def generated_rows(self, num_appended):
-        return tuple(on_host(self.regions[name][:, :num_appended]) for name in ("keys", "values"))
-
 
 class NaiveHalves(NaiveLayer):
     def __init__(self, tensors):
         self._prompt = tensors
-        self._keys = self._values = tensors["prompt_keys"][:, :0].float()
 
     def attend(self, queries, key, value, *, scaling, dense=False):
-        self._keys = torch.cat([self._keys, key[:, None]], 1)
-        self._values = torch.cat([self._values, value[:, None]], 1)
-        return attend(queries, self._prompt, self._keys, self._values, scaling)
+        return attend(queries, self._prompt, *self.appended(key, value), scaling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +127,8 @@ class Halves(LayerFormat):
     def tensors(self):
         return {**self.shape.index_spec(self.rows), **self._prompt()}
 
-    def regions(self):
-        rows = self.shape.row_spec(self.shape.num_new_rows)
-        return {**self._prompt(), "keys": rows, "values": rows}
+    def placed(self, num_new):
+        return {**self._prompt(), **self.shape.row_specs(num_new)}
 
     def _prompt(self):
         shape = (self.shape.num_kv_heads, self.rows, self.shape.head_dim)
@@ -149,15 +142,8 @@ class Halves(LayerFormat):
         }
 
     def open(self, regions, tensors):
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="index")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="index")
         return HalvesCache(self, regions)
-
-    def used_bytes(self, num_appended, prompt_bytes=None):
-        return self.read_bytes() + 2 * self.shape.row_spec(num_appended).size_bytes
-
-    def read_bytes(self, prompt_bytes=None):
-        return sum(its.size_bytes for its in self._prompt().values())
 
     def naive(self, tensors):
         return NaiveHalves(tensors)
@@ -190,7 +176,7 @@ def outside_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-e2e-outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    caches = (installed.installed_methods, installed.installed_scorers, installed.installed_formats)
+    caches = (interface.installed_methods, interface.installed_parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

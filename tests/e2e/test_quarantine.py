@@ -70,7 +70,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker, "self_test", without_process)
     monkeypatch.setattr(self_test, "OPS", {"prefill": (), "decode": ("hsa",)})
     yield
-    quarantine.release_all()
+    quarantine.state.by_op = {}
 
 
 async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from kvtest.lanes import some
 
-from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
+from kvferry.services.launcher.cli import command_line
+from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ServeConfig
 from kvferry.shared.device.kernel_paths import KernelQuarantine
 from kvferry.shared.process.command_line import option_name, variable_name
 from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics, RouterMetrics
@@ -104,7 +105,7 @@ def expanded(span: str) -> list[str]:
 
 
 def test_options_and_metrics_of_the_documents_exist():
-    options = {option_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
+    options = {option_name(field) for settings in command_line.known for field in settings.model_fields}
     options.add("--json")  # of kvferry doctor; a setting cannot be named so
     options.add("--shared-memory")  # of benchmarks/links.py
     options.add("--write")  # of kvferry launch

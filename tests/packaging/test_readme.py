@@ -19,7 +19,8 @@ import pytest
 from cyclopts import Parameter
 from kvtest.methods import PRESETS
 
-from kvferry.services.launcher.config import CONFIGS, KNOWN_CONFIGS, ServeConfig
+from kvferry.services.launcher.cli import command_line
+from kvferry.services.launcher.config import CONFIGS, ServeConfig
 from kvferry.services.launcher.display import EXAMPLE_ANSWER
 from kvferry.shared.process.command_line import option_name, variable_name
 from kvferry.tools.bench.config import BenchConfig
@@ -195,7 +196,7 @@ def test_options_in_tables_exist_where_they_are_said_to() -> None:
 
 
 def test_variables_exist() -> None:
-    known = {variable_name(field) for settings in KNOWN_CONFIGS for field in settings.model_fields}
+    known = {variable_name(field) for settings in command_line.known for field in settings.model_fields}
     assert set(re.findall(r"KVFERRY_[A-Z][A-Z_]*", EVERYTHING)) <= known
 
 

@@ -74,14 +74,14 @@ async def a_pair(prefill: LanguageModel, decode: LanguageModel | Process) -> Asy
     async with AsyncExitStack() as stack:
         pair = Pair(model=prefill, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
         if isinstance(decode, Process):
-            pair.hub = ProcessTransport(DecodeConfig(), None)
+            pair.hub = ProcessTransport(DecodeConfig(), "decode")
             client: Any = GrpcDecodeClient(decode.addresses["address"])
             stack.push_async_callback(client.close)
             pair.decode = client
             await pair.start_prefill()
         else:
             config = DecodeConfig(tensor_parallel=decode.num_ranks)
-            pair.hub = ProcessTransport(config, None)
+            pair.hub = ProcessTransport(config, "decode")
             pair.rank_transport = RankTransport.of(config, "decode")
             await pair.start_prefill()
             pair.model = decode

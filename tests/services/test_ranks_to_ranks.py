@@ -67,7 +67,7 @@ async def a_pair(worker: Process, decode_model: LanguageModel) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         pair = Pair(model=decode_model, tokenizer=ChatTokenizer.load(DEMO_MODEL), stack=stack)
         config = DecodeConfig(tensor_parallel=decode_model.num_ranks)
-        pair.hub = ProcessTransport(config, None)
+        pair.hub = ProcessTransport(config, "decode")
         pair.rank_transport = RankTransport.of(config, "decode")
         client: Any = GrpcPrefillClient(worker.addresses["address"])
         stack.push_async_callback(client.close)

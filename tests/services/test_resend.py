@@ -21,7 +21,8 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.services.router.turn.attempt import TurnRequest
-from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.turn import Turn
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
@@ -37,6 +38,7 @@ from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics, Rout
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import OneProcessGenerator
 
 WAIT_S = 60.0
@@ -59,7 +61,7 @@ class Stack:
         """Args: in_parts: the decode services that take a prompt in parts, with their models."""
         self.model = model
         settings = DecodeConfig(tensor_parallel=2)
-        self.hub = ProcessTransport(settings, None) if in_parts else InProcessHub()
+        self.hub = ProcessTransport(settings, "decode") if in_parts else InProcessHub()
         self.prefill_metrics, self.router_metrics = PrefillMetrics(), RouterMetrics()
         self.blocks_before_death: int | None = None
         self.dying: asyncio.Task[None] | None = None
@@ -70,7 +72,9 @@ class Stack:
         self.prefill = PrefillService(
             model=model,
             store=store,
-            ranks=PrefillRanks(model, self.hub.sender(buffer_bytes=buffer_bytes, timeout_s=WAIT_S)),
+            ranks=PrefillRanks(
+                model, BlockSender(self.hub.connecting(), buffer_bytes=buffer_bytes, timeout_s=WAIT_S)
+            ),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
             config=PrefillConfig(transfer_timeout_s=WAIT_S),
@@ -85,7 +89,7 @@ class Stack:
                 tokenizer=tokenizer,
                 metrics=DecodeMetrics(),
                 server_factory=lambda sink, name=name: self._serve(sink, name),
-                sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+                sender=BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=WAIT_S),
                 rank_transport=RankTransport.of(settings, "decode") if name in in_parts else None,
             )
 

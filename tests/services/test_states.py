@@ -282,7 +282,8 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
     prompts = [prompt_of(40 + number, seed=number) for number in range(3)]
     expected = [reference.tokens(prompt, 80) for prompt in prompts]
     poisoned: list[str] = []
-    run = decode._engine._runner.launch
+    runner = decode._engine._batch.lanes[0]
+    run = runner.launch
 
     def launch(**given: int) -> Any:
         running = decode._engine._running
@@ -295,7 +296,7 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
                         region.fill_(torch.nan)
         return run(**given)
 
-    decode._engine._runner.launch = launch  # type: ignore[method-assign]
+    runner.launch = launch  # type: ignore[method-assign]
     turns = [
         pair.turn(prompt, FULL, session=SessionKey(owner="o", session_id=f"s{number}"), sampling=greedy(80))
         for number, prompt in enumerate(prompts)

@@ -10,15 +10,14 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from kvferry.services.launcher.config import KNOWN_CONFIGS
+from kvferry.services.launcher.cli import command_line
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.process.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    CommandLine,
     check_environment,
-    command,
-    make_app,
     run_app,
 )
 from kvferry.shared.process.config import ServiceSettings, Settings, WorkerSettings
@@ -57,9 +56,11 @@ class Run:
 
     def __init__(self, settings: type[Settings] = Sample) -> None:
         self.got: list[Settings] = []
-        self.app = make_app("kvferry", "Sample.", [Sample, Other])
+        line = CommandLine("kvferry", "Sample.")
+        line.known += [Sample, Other]
+        self.app = line.app
 
-        @command(self.app, settings, hidden=["ready_file"])
+        @line.command(settings, hidden=["ready_file"])
         def sample(config: Settings) -> int:
             """A sample."""
             self.got.append(config)
@@ -236,7 +237,7 @@ def test_defaults_are_shown_as_an_option_takes_them() -> None:
     assert shown == ["0", "100B", "4GiB", "1.5MiB"]
     shown = [show_seconds(duration) for duration in (0.0, 0.25, 2.0, 2.5, 90.0, 300.0, 7200.0, 604_800.0)]
     assert shown == ["0", "250ms", "2s", "2500ms", "90s", "5min", "2h", "7d"]
-    for settings in KNOWN_CONFIGS:
+    for settings in command_line.known:
         for name, field in settings.model_fields.items():
             if name.endswith("_bytes"):
                 assert int(str(parse_bytes(show_bytes(field.default)))) == field.default, name
@@ -293,14 +294,14 @@ def test_a_shell_completes_commands_options_and_choices(tmp_path: Path) -> None:
 def test_a_command_that_fails_ends_with_its_message_and_code(
     error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app = make_app("kvferry", "Sample.", [Sample])
+    line = CommandLine("kvferry", "Sample.")
 
-    @command(app, Sample)
+    @line.command(Sample)
     def sample(config: Sample) -> int:
         raise error
 
     with pytest.raises(SystemExit) as caught:
-        run_app(app, ["sample"])
+        run_app(line.app, ["sample"])
     assert caught.value.code == code
     assert capsys.readouterr().err == (f"kvferry sample: {told}\n" if told else "")
 

@@ -30,6 +30,7 @@ def test_after_the_whole_process_stood_still_its_engine_gets_time_to_go_on(idle:
     clock.turn(10 * heartbeat.STALL_S)  # nobody looked meanwhile: the process was stopped
     assert not beat.is_wedged(idle)
     beat.last_s = clock()
+    clock.turn(heartbeat.FRESH_S)
     for _ in range(5):
         assert not beat.is_wedged(idle)
     clock.turn(heartbeat.STALL_S)
@@ -40,6 +41,7 @@ def test_only_a_thread_for_which_a_device_may_compute_gets_long(idle: threading.
     clock = Clock()
     beat = Heartbeat(clock, "cuda")
     beat.waits = False
+    clock.turn(heartbeat.FRESH_S)
     for _ in range(5):
         assert not beat.is_wedged(idle)
     clock.turn(heartbeat.STALL_S)

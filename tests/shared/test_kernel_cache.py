@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvferry.kernels import dispatch
-from kvferry.shared.device import kernel_cache
-from kvferry.shared.device.kernel_paths import choose_kernels
+from kvferry.shared.device.kernel_paths import cache_folder, choose_kernels
 from kvferry.shared.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_a_mounted_file_system_is_known_by_its_options(
     tmp_path: Path, option: str, problem: str | None
 ) -> None:
     script = (
-        "from pathlib import Path; import sys; from kvferry.shared.device.kernel_cache import cache_problem; "
+        "from pathlib import Path; import sys; from kvferry.shared.device.kernel_paths import cache_problem; "
     )
     script += "print(cache_problem(Path(sys.argv[1])))"
     mount = 'mount -t tmpfs -o "$1" none "$2" && exec "$3" -c "$4" "$2"'
@@ -81,4 +80,4 @@ def test_a_mounted_file_system_is_known_by_its_options(
 
 def test_the_folder_is_triton_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert kernel_cache.cache_folder() == tmp_path
+    assert cache_folder() == tmp_path

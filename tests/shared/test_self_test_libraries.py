@@ -40,10 +40,11 @@ def test_libraries_are_loaded_before_the_child_is_ready(monkeypatch: pytest.Monk
     monkeypatch.setattr(self_test, "_end_with_parent", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(self_test, "_load_libraries", lambda device: happened.append(f"loaded on {device}"))
-    task = {
-        "ops": [], "num_kv_heads": 1, "group_size": 1, "head_dim": 16, "dtype": "float16",
-        "has_windows": False, "has_plain_softmax": True, "device": "cuda", "mode": "auto", "num_threads": 1,
+    shape = {
+        "num_layers": 1, "num_slots": 1, "num_kv_heads": 1, "group_size": 1, "head_dim": 16,
+        "dtype": "float16", "device": "cuda",
     }  # fmt: skip
+    task = {"ops": [], "shape": shape, "mode": "auto", "num_threads": 1}
     assert self_test.run_child([json.dumps(task)]) == 0
     assert happened == ["loaded on cuda", "ready"]
 

@@ -16,10 +16,9 @@ from kvferry.shared.errors import InvalidRequest, UnsupportedModel
 from kvferry.shared.model.adapters import ADAPTERS
 from kvferry.shared.model.bridge import TransformersModel, attention_forward
 from kvferry.shared.model.checkpoint import quiet_libraries
-from kvferry.shared.model.loading import dtype_name
-from kvferry.shared.model.rotary import find_key_rotation
-from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.support import check_config, probe_attention
+from kvferry.shared.model.probe import probed_model
+from kvferry.shared.model.spec import ModelSpec, dtype_name
+from kvferry.shared.model.support import check_config
 
 ATTENTION_NAME = "kvferry_cache"
 CACHE_LAYER = "_kvferry_cache_layer"
@@ -75,13 +74,13 @@ def _make_bridge(model: Any) -> TransformersModel:
     try:
         with quiet_libraries():
             model.set_attn_implementation(ATTENTION_NAME)
-            spec, keys = probe_attention(TransformersModel(model, spec))
-        if spec.state_layers or not all(its.has_plain_softmax for its in spec.layers):
+            probed = probed_model(model, spec)
+        if probed.spec.state_layers or not all(layer.has_plain_softmax for layer in probed.spec.layers):
             raise UnsupportedModel(
                 f"model type {spec.name!r} has states, soft-capped logits or attention sinks; it is "
                 "supported by kvferry serve only"
             )
-        return TransformersModel(model, spec, find_key_rotation(model, keys))
+        return probed
     except BaseException:
         model.set_attn_implementation(before)
         raise

@@ -13,7 +13,7 @@ import torch
 
 from kvferry.kernels import dispatch
 from kvferry.shared.device.cuda_driver import check_device, driver_problem, driver_version
-from kvferry.shared.device.kernel_cache import ADVICE, cache_folder, cache_problem
+from kvferry.shared.device.kernel_paths import ADVICE, cache_folder, cache_problem
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.tools.doctor.model import DescribedModel

@@ -18,8 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from kvferry.shared.compression.calibration import Measure, estimate_context_nll
-from kvferry.shared.compression.curves import ModelCurves, QualityCurve
+from kvferry.shared.compression.curves import Measure, ModelCurves, QualityCurve, estimate_context_nll
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvferry.shared.compression.calibration import Measure
+from kvferry.shared.compression.curves import Measure
 from kvferry.shared.process.config import LogLevel, ServiceSettings
 
 

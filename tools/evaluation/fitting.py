@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.calibration import FLAT_SLOPE, Calibration, Measure, Observation
-from kvferry.shared.compression.curves import FORMAT, ModelCurves, QualityCurve, load_curves
+from kvferry.shared.compression.curves import (
+    FLAT_SLOPE,
+    FORMAT,
+    Calibration,
+    Measure,
+    ModelCurves,
+    Observation,
+    QualityCurve,
+    load_curves,
+)
 from kvferry.shared.errors import ConfigurationError
 
 OVER_PREDICTION_WEIGHT = 4.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.shared.compression.calibration import estimate_context_nll
+from kvferry.shared.compression.curves import estimate_context_nll
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from kvferry.kernels import dispatch
-from kvferry.shared.device.kernel_cache import check_cache
+from kvferry.shared.device.kernel_paths import check_cache
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.kernel_cache.shapes import SHIPPED

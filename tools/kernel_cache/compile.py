@@ -17,7 +17,8 @@ import torch
 from kvferry.kernels import dispatch
 from kvferry.kernels.cases import op_checks
 from kvferry.kernels.rehearsal import GPUS, rehearsal
-from kvferry.services.decode.step import StepDevice, StepRunner
+from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.step import StepDevice
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.device.kernel_paths import Role
@@ -80,7 +81,7 @@ def rehearse_worker(model: LanguageModel) -> None:
     warm_prefill(model, _silent)
     runner = StepRunner(model, StepDevice(), max_batch_size=MAX_BATCH_SIZE, warn=_refuse)
     arena = ByteArena(_ARENA_BYTES, model.device)
-    warm_up_steps(model, runner, arena, max_batch_size=MAX_BATCH_SIZE, progress=_silent)
+    warm_up_steps(model, [runner], arena, max_batch_size=MAX_BATCH_SIZE, progress=_silent)
 
 
 def _silent(done: float, what: str) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from kvferry.shared.model.bridge import ATTENTION_NAME, TransformersModel, attention_forward
-from kvferry.shared.model.rotary import find_key_rotation
+from kvferry.shared.model.probe import probed_model
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.support import probe_attention
 from kvferry.tools.kernel_cache.shapes import Shape
 
 INITIAL_DEVIATION = 0.02
@@ -58,5 +57,4 @@ def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> T
         dtype=shape.dtype,
         eos_token_ids=(),
     )
-    _, keys = probe_attention(TransformersModel(model, spec))
-    return TransformersModel(model, spec, find_key_rotation(model, keys))
+    return probed_model(model, spec)

@@ -17,10 +17,10 @@ from kvferry.shared.compression.curves import QualityCurve, load_curves
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import install_tables
-from kvferry.shared.costs.machine import MeasuredMachine, find_machine
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.plan.advice import Advice, advise
 from kvferry.tools.plan.config import PlanConfig
+from kvferry.tools.plan.machine import MeasuredMachine, find_machine
 from kvferry.tools.plan.model import read_model
 from kvferry.tools.plan.predict import Deployment, Prediction, Workload, disaggregated, together
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.shared.costs.machine import MethodTimes
-from kvferry.shared.costs.sizes import Sizes
+from kvferry.tools.plan.machine import MethodTimes
+from kvferry.tools.plan.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)

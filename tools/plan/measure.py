@@ -19,9 +19,6 @@ from rich.progress import Progress
 
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
-from kvferry.shared.costs.machine import MeasuredMachine
-from kvferry.shared.costs.model import ModelCost
-from kvferry.shared.costs.sizes import sizes_of
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.process.version import VERSION
 from kvferry.tools.bench.config import BenchConfig
@@ -34,8 +31,10 @@ from kvferry.tools.bench.serving import served
 from kvferry.tools.evaluation.provenance import commit, hardware
 from kvferry.tools.plan.config import CalibrateMachineConfig
 from kvferry.tools.plan.fit import Point, fit_method, fit_prefill
-from kvferry.tools.plan.model import read_model
+from kvferry.tools.plan.machine import MeasuredMachine
+from kvferry.tools.plan.model import ModelCost, read_model
 from kvferry.tools.plan.predict import Deployment, Workload, disaggregated
+from kvferry.tools.plan.sizes import sizes_of
 
 _ALONE, _TOGETHER = 5, 4
 """Requests one after another, and at the same time."""

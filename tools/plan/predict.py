@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass
 
 from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.costs.machine import USABLE_MEMORY, Machine
-from kvferry.shared.costs.model import ModelCost
-from kvferry.shared.costs.request import RequestTimes, after_first_s, request_times
-from kvferry.shared.costs.sizes import Sizes
+from kvferry.tools.plan.machine import USABLE_MEMORY, Machine
+from kvferry.tools.plan.model import ModelCost
+from kvferry.tools.plan.sizes import Sizes, sizes_of
 
 MAX_UTILISATION = 0.7
 """Of a worker; above it waits grow fast."""
@@ -70,7 +69,8 @@ class Prediction:
     @property
     def after_first_s(self) -> float:
         """From the first to the last token."""
-        return after_first_s(self.load.answer_tokens, self.transfer_s, self.step_s)
+        further = self.load.answer_tokens - 1
+        return self.transfer_s + further * self.step_s if further else 0.0
 
     @property
     def per_token_s(self) -> float:
@@ -167,15 +167,46 @@ def together(
     )
 
 
-def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> RequestTimes:
-    return request_times(
-        deployment.machine,
-        deployment.model,
-        plan,
-        prompt_tokens=load.prompt_tokens,
-        answer_tokens=load.answer_tokens,
-        link_bytes_per_s=deployment.link_bytes_per_s,
-        link_latency_s=deployment.link_latency_s,
+@dataclass(frozen=True, kw_only=True)
+class _RequestTimes:
+    """How long one request takes, on a prefill and a decode worker that do nothing else.
+
+    Attributes:
+        prefill_s, compress_s: before the first token.
+        transfer_s: from the first token to decode's first step.
+    """
+
+    sizes: Sizes
+    prefill_s: float
+    compress_s: float
+    transfer_s: float
+
+    @property
+    def pass_s(self) -> float:
+        """How long the prompt keeps a worker busy."""
+        return self.prefill_s + self.compress_s
+
+
+def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> _RequestTimes:
+    """Raises: InvalidRequest, ConfigurationError: the method does not go with the model or the machine."""
+    machine, model = deployment.machine, deployment.model
+    machine.check(model, plan.method)
+    sizes = sizes_of(
+        model.spec, plan, num_prompt_tokens=load.prompt_tokens, max_new_tokens=load.answer_tokens
+    )
+    prefill_s = machine.prefill_s(model, load.prompt_tokens)
+    compress_s = machine.compress_s(plan, sizes, load.prompt_tokens)
+    s_per_byte = max(1 / deployment.link_bytes_per_s, machine.wire_s_per_byte)
+    on_link_s = deployment.link_latency_s + sizes.shipped * s_per_byte
+    # Layers are sent while later ones are computed: only what the link cannot keep up with, and the last
+    # layer, come after the pass.
+    layers = model.spec.num_layers
+    overlap_s = (prefill_s + compress_s) * (layers - 1) / layers
+    return _RequestTimes(
+        sizes=sizes,
+        prefill_s=prefill_s,
+        compress_s=compress_s,
+        transfer_s=machine.handover_s(plan, sizes) + max(on_link_s / layers, on_link_s - overlap_s),
     )
 
 

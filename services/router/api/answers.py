@@ -1,13 +1,15 @@
-"""The types of the API's answers, in OpenAI's shapes, as `/openapi.json` shows them."""
+"""The types of the API's answers, in OpenAI's shapes, as `/openapi.json` shows them, and their
+`logprobs`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
-from kvferry.services.router.completion.choice import KvReport, ToolCall, Usage
-from kvferry.services.router.completion.prompt_tokens import PromptLogprob
+from kvferry.services.router.completion.choice import PromptLogprob, TokenLogprob, ToolCall, Usage
+from kvferry.services.router.completion.compression import KvReport
 
 ItemT = TypeVar("ItemT")
 
@@ -230,3 +232,26 @@ class Example(TypedDict):
     max_tokens: int
     temperature: float
     kv_compression: NotRequired[dict[str, Any]]
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a chat's choice."""
+
+    def token(entry: TokenLogprob) -> dict[str, Any]:
+        return {"token": entry.text, "logprob": entry.logprob, "bytes": entry.bytes}
+
+    content = [{**token(entry), "top_logprobs": list(map(token, entry.top))} for entry in entries]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a text's choice."""
+    return {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        # Several ids may decode to the same string: the value of the likeliest, which comes first, stays.
+        "top_logprobs": [
+            {top.text: top.logprob for top in (*entry.top, *reversed(entry.top))} or None for entry in entries
+        ],
+        "text_offset": [entry.offset for entry in entries],
+    }

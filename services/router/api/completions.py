@@ -20,14 +20,15 @@ from fastapi.security import HTTPBearer
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.services.router.api.answers import AssistantMessage, ChatCompletion, TextCompletion
+from kvferry.services.router.api import answers
 from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import ResponseChain
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta, TokenLogprob, ToolCallDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
-from kvferry.services.router.completion.requests import ChatRequest, TextRequest
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.completion.translation import Translation
+from kvferry.services.router.completion.texts import TextRequest
+from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import KeyedRoute
 from kvferry.services.router.http.errors import ErrorBody, describe, error_body
 from kvferry.services.router.http.middleware import RequestRecord
@@ -49,6 +50,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_SAME_NAMES = Names()
 _MAX_CHOICES = 128
 """Of a request with several prompts."""
 _DONE = b"data: [DONE]\n\n"
@@ -72,10 +74,10 @@ def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
     )
 
 
-def named_model(services: Services, name: str) -> ModelSpec:
+def named_model(services: Services, name: str | None) -> ModelSpec:
     """The model that is served. Raises: ModelNotFound where that is neither its name nor an alias."""
     model = services.runner.model()
-    if name != model.name and name not in services.config.model_names:
+    if name not in (None, model.name) and name not in services.config.model_names:
         raise ModelNotFound(
             f"There is no model {describe(name)}; this server has {describe(model.name)}", param="model"
         )
@@ -87,7 +89,7 @@ router = keyed_router()
 
 @router.post(
     "/v1/chat/completions",
-    response_model=ChatCompletion,
+    response_model=answers.ChatCompletion,
     responses=STREAMED,
     summary="Answer a conversation, streamed or not",
 )
@@ -97,7 +99,7 @@ async def chat(request: Request, services: Shared, body: ChatRequest) -> Respons
 
 @router.post(
     "/v1/completions",
-    response_model=TextCompletion,
+    response_model=answers.TextCompletion,
     responses=STREAMED,
     summary="Continue a text, streamed or not",
 )
@@ -106,15 +108,7 @@ async def text(request: Request, services: Shared, body: TextRequest) -> Respons
 
 
 def _complete(request: Request, services: Services, body: ChatRequest | TextRequest) -> Response:
-    completion = begin(request, services, body, session_of(request, body))
-    request.state.record.ignored.update(services.prompts.ignored_fields(body))
-    return OpenAiResponse(completion, record=request.state.record, keepalive_s=services.config.keepalive_s)
-
-
-def note_ignored(request: Request, services: Services, translation: Translation) -> None:
-    """Have the answer name what a request of another API than chats' has that changes nothing."""
-    in_chat = services.prompts.ignored_fields(translation.chat)
-    request.state.record.ignored.update(map(translation.names.name, in_chat))
+    return OpenAiResponse(begin(request, services, body, session_of(request, body)), request)
 
 
 def begin(
@@ -122,9 +116,14 @@ def begin(
     services: Services,
     body: ChatRequest | TextRequest,
     session: SessionKey | None,
+    *,
+    names: Names = _SAME_NAMES,
     chain: ResponseChain | None = None,
 ) -> Completion | CompletionBatch:
-    """Start the completion of a request. Args: chain: of a response that is stored."""
+    """Start the completion of a request, and have the answer name the fields that change nothing.
+
+    Args: names: what the client calls the request's fields; chain: of a response that is stored.
+    """
     model = named_model(services, body.model)
     record: RequestRecord = request.state.record
     record.fields |= {"stream": bool(body.stream), "session": session is not None}
@@ -148,6 +147,7 @@ def begin(
         assert isinstance(body, TextRequest), "chats have one prompt"
         completion = CompletionBatch(body, parts)
     completion.start()
+    record.ignored.update(map(names.name, services.prompts.ignored_fields(body)))
     return completion
 
 
@@ -155,11 +155,9 @@ def _parts(
     body: ChatRequest | TextRequest, session: SessionKey | None
 ) -> list[tuple[int, ChatRequest | TextRequest]]:
     """A request for each prompt, and the number of its first choice."""
-    if isinstance(body, ChatRequest):
+    if isinstance(body, ChatRequest) or len(body.prompts) == 1:
         return [(0, body)]
     n, prompts = body.n or 1, body.prompts
-    if len(prompts) == 1:
-        return [(0, body)]
     if session is not None:
         raise InvalidRequest(
             f"prompt has {len(prompts)} prompts; with a session it must have one", param="prompt"
@@ -181,18 +179,15 @@ def session_of(request: Request, body: ChatRequest | TextRequest) -> SessionKey 
         key = session_key(owner, header, param=SESSION_HEADER)
     else:
         return None
-    if body.salt:
-        name = "cache_salt" if body.cache_salt else "extra_key"
-        raise InvalidRequest(f"{name} is given; with a session it must be absent", param=name)
-    if (body.n or 1) > 1:
-        raise InvalidRequest(f"n is {body.n}; with a session it must be 1", param="n")
-    if isinstance(body, TextRequest) and body.echo:
-        raise InvalidRequest("echo is true; with a session it must be false", param="echo")
-    if body.num_prompt_alternatives is not None:
-        raise InvalidRequest(
-            f"prompt_logprobs is {body.num_prompt_alternatives}; with a session it must be absent",
-            param="prompt_logprobs",
-        )
+    n, alternatives = body.n or 1, body.num_prompt_alternatives
+    for is_wrong, param, value, allowed in (
+        (body.salt, "cache_salt" if body.cache_salt else "extra_key", "given", "absent"),
+        (n > 1, "n", n, 1),
+        (isinstance(body, TextRequest) and body.echo, "echo", "true", "false"),
+        (alternatives is not None, "prompt_logprobs", alternatives, "absent"),
+    ):
+        if is_wrong:
+            raise InvalidRequest(f"{param} is {value}; with a session it must be {allowed}", param=param)
     return key
 
 
@@ -200,22 +195,17 @@ class CompletionResponse(Response):
     """Sends a completion's events, whole or as a stream. What a client is sent is decided by each API's own
     class.
 
-    Args:
-        record: the request's log line, which gets the completion's numbers.
-        keepalive_s: a stream that is silent for this long sends an empty line.
+    Args: names: what the client calls the fields of the completion's request.
     """
 
     def __init__(
-        self,
-        completion: Completion | CompletionBatch,
-        *,
-        record: RequestRecord,
-        keepalive_s: float,
+        self, completion: Completion | CompletionBatch, request: Request, names: Names = _SAME_NAMES
     ) -> None:
         super().__init__()
         self.completion = completion
-        self._record = record
-        self._keepalive_s = keepalive_s
+        self._record: RequestRecord = request.state.record
+        self._keepalive_s: float = request.app.state.services.config.keepalive_s
+        self._told = names.told
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         """The whole answer."""
@@ -224,10 +214,6 @@ class CompletionResponse(Response):
     def piece(self, event: CompletionEvent) -> bytes:
         """What an event adds to the stream."""
         raise NotImplementedError
-
-    def told(self, error: KvferryError) -> KvferryError:
-        """The error in the words of the client's API."""
-        return error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_stream = self.completion.request.stream
@@ -242,47 +228,43 @@ class CompletionResponse(Response):
         deltas: list[ChoiceDelta] = []
         while not isinstance(event := await self.completion.events.get(), dict):
             if isinstance(event, KvferryError):
-                raise self.told(event)
+                raise self._told(event)
             if event is not None:
                 deltas.append(event)
-        answer = JSONResponse(self.whole(deltas, event))
-        await answer(scope, receive, send)
+        await JSONResponse(self.whole(deltas, event))(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
+        events = self.completion.events
         # Where nothing comes for a while, the stream sends an empty line.
-        with SilenceTimer(self._keepalive_s, lambda: self.completion.events.put_nowait(None)) as timer:
-            await self._send_events(send, timer)
-
-    async def _send_events(self, send: Send, timer: SilenceTimer) -> None:
-        event = await self._next_event(timer)
-        if isinstance(event, KvferryError):
-            raise self.told(event)
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS.copy()})
-        goes_on, pieces, events = True, list[bytes](), self.completion.events
-        while goes_on:
+        with SilenceTimer(self._keepalive_s, lambda: events.put_nowait(None)) as timer:
+            event = await self._next_event(timer)
             if isinstance(event, KvferryError):
-                event = self.told(event)
-                self._record.fail(event)
-            goes_on = event is None or isinstance(event, ChoiceDelta)
-            pieces.append(_KEEP_ALIVE if event is None else self.piece(event))
-            if goes_on and not events.empty():
-                event = events.get_nowait()  # what has come together is sent together
-                continue
-            # The framework's wrappers look at an answer's head alone.
-            await self._record.send(
-                {"type": "http.response.body", "body": b"".join(pieces), "more_body": goes_on}
-            )
-            pieces.clear()
-            if goes_on:
-                event = await self._next_event(timer)
+                raise self._told(event)
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS.copy()})
+            goes_on, pieces = True, list[bytes]()
+            while goes_on:
+                if isinstance(event, KvferryError):
+                    event = self._told(event)
+                    self._record.fail(event)
+                goes_on = event is None or isinstance(event, ChoiceDelta)
+                pieces.append(_KEEP_ALIVE if event is None else self.piece(event))
+                if goes_on and not events.empty():
+                    event = events.get_nowait()  # what has come together is sent together
+                    continue
+                # The framework's wrappers look at an answer's head alone.
+                await self._record.send(
+                    {"type": "http.response.body", "body": b"".join(pieces), "more_body": goes_on}
+                )
+                pieces.clear()
+                if goes_on:
+                    event = await self._next_event(timer)
 
     async def _next_event(self, timer: SilenceTimer) -> CompletionEvent | None:
         """The next event, or None after a silent `keepalive_s`."""
         timer.begin()
-        try:
-            return await self.completion.events.get()
-        finally:
-            timer.end()
+        event = await self.completion.events.get()
+        timer.end()
+        return event
 
     def _note(self) -> None:
         completion, fields = self.completion, self._record.fields
@@ -298,8 +280,8 @@ class CompletionResponse(Response):
 class OpenAiResponse(CompletionResponse):
     """Of chat and text completions."""
 
-    def __init__(self, completion: Completion | CompletionBatch, **options: Any) -> None:
-        super().__init__(completion, **options)
+    def __init__(self, completion: Completion | CompletionBatch, request: Request) -> None:
+        super().__init__(completion, request)
         self._request = completion.request
         self._is_chat = isinstance(completion.request, ChatRequest)
         kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
@@ -317,8 +299,6 @@ class OpenAiResponse(CompletionResponse):
         """By choice, what comes before and after the text in a chunk that has nothing else."""
         self._num_ended = 0
 
-    # ---- one object --------------------------------------------------------------------------------------
-
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         entries: dict[int, list[TokenLogprob]] = {}
         for delta in deltas:
@@ -328,9 +308,7 @@ class OpenAiResponse(CompletionResponse):
         for choice in self.completion.choices:
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
-                content = {
-                    "message": _message(choice, shows_reasoning=self._request.include_reasoning is not False)
-                }
+                content = {"message": self._message(choice)}
             if self._request.return_token_ids:
                 content["token_ids"] = choice.turn.stats.token_ids
             # Chats have one prompt, and name what belongs to it once.
@@ -338,6 +316,15 @@ class OpenAiResponse(CompletionResponse):
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
             choices.append(self._choice(choice.index, content, logprobs, choice.finish_reason))
         return {**self._head, "choices": choices, **extras, **end}
+
+    def _message(self, choice: Choice) -> answers.AssistantMessage:
+        message = answers.AssistantMessage(role="assistant", content=choice.content, refusal=None)
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+            message["content"] = choice.content or None
+        if choice.reasoning and self._request.include_reasoning is not False:
+            message["reasoning_content"] = choice.reasoning
+        return message
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         """What the request wants to know of the choice's prompt."""
@@ -359,16 +346,17 @@ class OpenAiResponse(CompletionResponse):
         """A choice of a whole answer, or what a chunk adds to it."""
         logprobs = None
         if entries is not None:
-            logprobs = chat_logprobs(entries) if self._is_chat else _text_logprobs(entries)
+            shown = answers.chat_logprobs if self._is_chat else answers.text_logprobs
+            logprobs = shown(entries)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    # ---- a stream ----------------------------------------------------------------------------------------
 
     def piece(self, event: CompletionEvent) -> bytes:
         if isinstance(event, KvferryError):
             return server_event(error_body(event))
         if isinstance(event, dict):
-            return (self._chunk([], **event) if self._request.includes_usage else b"") + _DONE
+            # The last choice has had its `kv` before the turn could not be stored.
+            last: Mapping[str, Any] = event if self._request.includes_usage else {"kv": event["kv"]}
+            return (self._chunk([], **last) if "usage" in last or "session" in event["kv"] else b"") + _DONE
         around = self._around_text.get(event.index)
         if around is not None and _is_text_alone(event):
             return around[0] + _ENCODE(event.text) + around[1]
@@ -379,9 +367,7 @@ class OpenAiResponse(CompletionResponse):
         if is_first and self._is_chat:
             role = {"delta": {"role": "assistant", "content": "", "refusal": None}}
             head = self._chunk([self._choice(event.index, role)])
-        content: dict[str, Any] = {"text": event.text}
-        if self._is_chat:
-            content = {"delta": self._delta(event)}
+        content: dict[str, Any] = {"delta": self._delta(event)} if self._is_chat else {"text": event.text}
         if self._request.return_token_ids:
             content["token_ids"] = event.token_ids
             if is_first:
@@ -412,10 +398,8 @@ class OpenAiResponse(CompletionResponse):
 
     def _chunk(self, choices: list[dict[str, Any]], **extras: Any) -> bytes:
         usage: dict[str, Any] = {}
-        if self._request.includes_usage:
-            options = self._request.stream_options
-            each = options is not None and options.continuous_usage_stats
-            usage["usage"] = self.completion.usage() if each else None
+        if (options := self._request.stream_options) is not None and options.include_usage:
+            usage["usage"] = self.completion.usage() if options.continuous_usage_stats else None
         rest = _ENCODE({"choices": choices, **usage, **extras})
         return b"%b,%b\n\n" % (self._chunk_head, rest[1:])
 
@@ -433,44 +417,12 @@ def _is_text_alone(event: ChoiceDelta) -> bool:
     return bool(event.text) and event.logprobs is None and not has_more
 
 
-def _message(choice: Choice, *, shows_reasoning: bool) -> AssistantMessage:
-    message = AssistantMessage(role="assistant", content=choice.content, refusal=None)
-    if choice.calls:
-        message["tool_calls"] = choice.calls
-        message["content"] = choice.content or None
-    if choice.reasoning and shows_reasoning:
-        message["reasoning_content"] = choice.reasoning
-    return message
-
-
 _ENCODE = msgspec.json.Encoder().encode
 
 
 def server_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event; JSON escapes line ends, so it is always one line."""
     return b"data: " + _ENCODE(data) + b"\n\n"
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a chat's choice."""
-
-    def token(entry: TokenLogprob) -> dict[str, Any]:
-        return {"token": entry.text, "logprob": entry.logprob, "bytes": entry.bytes}
-
-    content = [{**token(entry), "top_logprobs": list(map(token, entry.top))} for entry in entries]
-    return {"content": content, "refusal": None}
-
-
-def _text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {
-        "tokens": [entry.text for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        # Several ids may decode to the same string: the value of the likeliest, which comes first, stays.
-        "top_logprobs": [
-            {its.text: its.logprob for its in (*entry.top, *reversed(entry.top))} or None for entry in entries
-        ],
-        "text_offset": [entry.offset for entry in entries],
-    }
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

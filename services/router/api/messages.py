@@ -20,11 +20,10 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
-    note_ignored,
-    server_event,
     session_of,
 )
-from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, named_event, parts_of
+from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.choice import Choice, ChoiceDelta
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
 from kvferry.services.router.completion.documents import first_prompt
@@ -46,39 +45,28 @@ _KINDS = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 )
 async def create_message(request: Request, services: Shared, body: MessagesRequest) -> Response:
     # thousands of blocks take tens of milliseconds
-    translation = await request.state.work(partial(translate, body))
-    chat, names = translation.chat, translation.names
-    completion = begin(request, services, chat, session_of(request, chat))
-    assert isinstance(completion, Completion), "a message has one prompt"
-    note_ignored(request, services, translation)
-    return MessagesAnswer(
-        completion,
-        names=names,
-        record=request.state.record,
-        keepalive_s=services.config.keepalive_s,
-    )
+    chat, names = await request.state.work(partial(translate, body))
+    completion = begin(request, services, chat, session_of(request, chat), names=names)
+    return MessagesAnswer(completion, request, names)
 
 
 @router.post("/v1/messages/count_tokens", summary="Count the tokens of a prompt")
 async def count_tokens(request: Request, services: Shared, body: CountTokensRequest) -> TokensCount:
     # thousands of blocks take tens of milliseconds
-    translation = await request.state.work(partial(translate, body))
+    chat, names = await request.state.work(partial(translate, body))
     model = named_model(services, body.model)
     try:
-        prompt = await first_prompt(
-            services, request.state.owner, request.state.work, translation.chat, model
-        )
+        prompt = await first_prompt(services, request.state.owner, request.state.work, chat, model)
     except InvalidRequest as error:
-        raise translation.names.told(error) from None
+        raise names.told(error) from None
     return {"input_tokens": len(prompt.token_ids)}
 
 
 class MessagesAnswer(CompletionResponse):
-    """Of the Messages API. Args: names: what the fields of the chat request are called in the client's."""
+    """Of the Messages API."""
 
-    def __init__(self, completion: Completion, *, names: Names, **options: Any) -> None:
-        super().__init__(completion, **options)
-        self._names = names
+    def __init__(self, completion: Completion | CompletionBatch, request: Request, names: Names) -> None:
+        super().__init__(completion, request, names)
         self._parts = AnswerParts()
         self._has_begun = False
         self._head: dict[str, Any] = {
@@ -91,9 +79,6 @@ class MessagesAnswer(CompletionResponse):
             "stop_sequence": None,
         }
 
-    def told(self, error: KvferryError) -> KvferryError:
-        return self._names.told(error)
-
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         choice = self.completion.choices[0]
         content = [_block(part) for part in parts_of(deltas)]
@@ -101,19 +86,17 @@ class MessagesAnswer(CompletionResponse):
 
     def piece(self, event: CompletionEvent) -> bytes:
         if isinstance(event, KvferryError):
-            return _event(messages_error_body(event))
+            return named_event(messages_error_body(event))
         if isinstance(event, dict):
             delta = {"type": "message_delta", "delta": _stop(self.completion.choices[0])}
-            return _event({**delta, "usage": self._usage(), "kv": event["kv"]}) + _event(
+            return named_event({**delta, "usage": self._usage(), "kv": event["kv"]}) + named_event(
                 {"type": "message_stop"}
             )
         begun = b""
         if not self._has_begun:
             self._has_begun = True
-            begun = _event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
-        return begun + b"".join(
-            _event(its) for step in self._parts.steps(event) if (its := _block_event(step)) is not None
-        )
+            begun = named_event({"type": "message_start", "message": {**self._head, "usage": self._usage()}})
+        return begun + b"".join([named_event(_block_event(step)) for step in self._parts.steps(event)])
 
     def _usage(self) -> dict[str, Any]:
         """Of what is known so far. Anthropic's `input_tokens` are those that were not cached."""
@@ -159,7 +142,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": found}
 
 
-def _block_event(step: PartStep) -> dict[str, Any] | None:
+def _block_event(step: PartStep) -> dict[str, Any]:
     part = step.part
     if step.kind == "begin":
         block = _block(part, is_empty=True)
@@ -175,8 +158,3 @@ def _block_event(step: PartStep) -> dict[str, Any] | None:
         shown = step.added if is_object else json.dumps(_input(step.added))
         added = {"type": "input_json_delta", "partial_json": shown}
     return {"type": "content_block_delta", "index": part.index, "delta": added}
-
-
-def _event(data: Any) -> bytes:
-    kind: str = data["type"]
-    return b"event: " + kind.encode() + b"\n" + server_event(data)

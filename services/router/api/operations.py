@@ -1,25 +1,42 @@
-"""The HTTP routes of models, methods and operations: health, metrics, the API's description and two pages."""
+"""The HTTP routes of models, methods and operations: health, metrics, the API's description and two pages.
+
+`/metrics` has the router's own families and, on request, those of the configured workers. Each family belongs
+to one role, so roles never clash. Where several workers of a role have the same family, each sample gets an
+`instance` label.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import ssl
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
+import structlog
 from fastapi import APIRouter, Depends, Request
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from starlette.responses import JSONResponse, Response
 
 from kvferry.models import DEMO_EXAMPLE
 from kvferry.services.router.api.answers import Example, Listing, Method, Model, Status, Version
 from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router, named_model
 from kvferry.services.router.config import split_list
-from kvferry.services.router.http import exposition
 from kvferry.services.router.playground import page_response
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.version import VERSION
 from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
+
+_METRICS_TIMEOUT_S = 2.0
 
 keyed = keyed_router()
 unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
@@ -117,13 +134,12 @@ async def ready(services: Shared) -> Status:
 
 @restricted.get("/metrics", summary="Prometheus metrics; ?all=1 includes the workers'", **_text("text/plain"))
 async def get_metrics(services: Shared, all: str = "0") -> Response:
-    extra = []
+    text = generate_latest(services.metrics.registry)
     if all not in ("", "0"):
         config = services.config
         tls = Certs(config.certs, "router").client_context() if config.certs else None
-        extra = await exposition.worker_families(split_list(config.worker_metrics), tls)
-    text = exposition.render(services.metrics.registry, extra)
-    return Response(text, media_type=exposition.CONTENT_TYPE)
+        text += generate_latest(_Fixed(await _worker_families(split_list(config.worker_metrics), tls)))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @restricted.get("/", summary="The playground page", **_text("text/html"))
@@ -145,3 +161,51 @@ async def get_openapi(request: Request) -> Response:
 @restricted.get("/docs", summary="This description as a page", **_text("text/html"))
 async def get_docs() -> Response:
     return page_response("docs")
+
+
+# ---- workers' metrics -------------------------------------------------------------------------------------
+
+
+async def _worker_families(addresses: Sequence[str], tls: ssl.SSLContext | None) -> list[Metric]:
+    """The families of every address that answers in time, merged.
+
+    Args: tls: with the router's certificate, where workers have certs; None: plain HTTP.
+    """
+    base = "http" if tls is None else "https"
+    async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S, trust_env=False, verify=tls or False) as client:
+        texts = await asyncio.gather(*(_fetch(client, f"{base}://{address}") for address in addresses))
+    parsed = [
+        (address, list(text_string_to_metric_families(text)))
+        for address, text in zip(addresses, texts, strict=True)
+    ]
+    holders = Counter(family.name for _, families in parsed for family in families)
+    merged: dict[str, Metric] = {}
+    for address, families in parsed:
+        for family in families:
+            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into.samples += _labelled(family.samples, address if holders[family.name] > 1 else "")
+    return list(merged.values())
+
+
+async def _fetch(client: httpx.AsyncClient, base: str) -> str:
+    try:
+        response = await client.get(f"{base}/metrics")
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        structlog.get_logger(__name__).warning("worker metrics unavailable", address=base, error=str(error))
+        return ""
+    return response.text
+
+
+def _labelled(samples: Iterable[Sample], instance: str) -> list[Sample]:
+    if not instance:
+        return list(samples)
+    return [sample._replace(labels={**sample.labels, "instance": instance}) for sample in samples]
+
+
+class _Fixed(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families

@@ -5,10 +5,11 @@ The Responses and Messages APIs have an answer in parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from kvferry.services.router.api.completions import server_event
 from kvferry.services.router.completion.choice import ChoiceDelta, TokenLogprob, ToolCall, ToolCallDelta
 
 Kind = Literal["reasoning", "text", "call"]
@@ -107,6 +108,12 @@ class AnswerParts:
             part, self._open = self._open, None
             part.is_complete = is_complete
             yield PartStep(kind="end", part=part)
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event whose name is its type."""
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\n" + server_event(data)
 
 
 def parts_of(deltas: list[ChoiceDelta]) -> list[Part]:

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.services.router.api.completions import CompletionResponse, chat_logprobs, server_event
-from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, parts_of
+from fastapi import Request
+
+from kvferry.services.router.api.answers import chat_logprobs
+from kvferry.services.router.api.completions import CompletionResponse
+from kvferry.services.router.api.parts import AnswerParts, Part, PartStep, named_event, parts_of
+from kvferry.services.router.completion.batch import CompletionBatch
 from kvferry.services.router.completion.chain import SESSION_PREFIX, ResponseChain
-from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, KvReport, Usage
+from kvferry.services.router.completion.choice import CalledFunction, Choice, ChoiceDelta, Usage
 from kvferry.services.router.completion.completion import Completion, CompletionEnd, CompletionEvent
+from kvferry.services.router.completion.compression import KvReport
 from kvferry.services.router.completion.responses import ResponseRequest, TextFormat
 from kvferry.services.router.completion.translation import Names
 from kvferry.services.router.http.body import known_fields
@@ -53,7 +58,7 @@ def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
         "tools": [_tool(tool) for tool in known_fields(body.tools or [])],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": body.truncation or "disabled",
+        "truncation": (body.model_extra or {}).get("truncation") or "disabled",
         "usage": None,
         "user": None,
     }
@@ -154,30 +159,25 @@ class ResponsesAnswer(CompletionResponse):
     Args:
         head: the response object before its answer.
         items: its output items.
-        names: what the fields of the completion's request are called in the client's.
     """
 
     def __init__(
         self,
-        completion: Completion,
+        completion: Completion | CompletionBatch,
+        request: Request,
+        names: Names,
         *,
         head: dict[str, Any],
         items: OutputItems,
         chain: ResponseChain,
-        names: Names,
-        **options: Any,
     ) -> None:
-        super().__init__(completion, **options)
+        super().__init__(completion, request, names)
         self._head = head
         self._items = items
         self._chain = chain
-        self._names = names
         self._parts = AnswerParts()
         self._deltas: list[ChoiceDelta] = []
         self._num_events = 0
-
-    def told(self, error: KvferryError) -> KvferryError:
-        return self._names.told(error)
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
         # What is stored of it was made when it was stored.
@@ -236,7 +236,5 @@ class ResponsesAnswer(CompletionResponse):
     def _event(self, name: str, /, **fields: Any) -> bytes:
         if not fields:
             fields = {"response": self._head}
-        kind = f"response.{name}"
-        data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\n" + server_event(data)
+        return named_event({"type": f"response.{name}", "sequence_number": self._num_events - 1, **fields})

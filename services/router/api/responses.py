@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from kvferry.services.router.api.completions import (
     begin,
     keyed_router,
     named_model,
-    note_ignored,
 )
 from kvferry.services.router.api.response_answer import (
     OutputItems,
@@ -32,7 +32,6 @@ from kvferry.services.router.completion.chain import (
     new_session_id,
     session_id_of,
 )
-from kvferry.services.router.completion.completion import Completion
 from kvferry.services.router.completion.responses import (
     INPUT_ITEM,
     ItemReference,
@@ -40,7 +39,7 @@ from kvferry.services.router.completion.responses import (
     translate,
 )
 from kvferry.services.router.completion.services import Services
-from kvferry.services.router.sessions.record import SessionRecord, is_session_id
+from kvferry.services.router.sessions.record import SessionRecord, StoredResponse, is_session_id
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import InvalidRequest, NotFound, ResponseNotFound, SessionNotFound
 from kvferry.shared.model.chat_template import ChatMessage
@@ -59,26 +58,25 @@ _FILLED = 7 / 8
 )
 async def create_response(request: Request, services: Shared, body: ResponseRequest) -> Response:
     body = body.model_copy(update={"model": named_model(services, body.model).name})
-    owner, previous_id = request.state.owner, body.previous_response_id
-    previous = None if previous_id is None else await _record_of(services, owner, previous_id)
+    owner, previous_id, session_id = request.state.owner, body.previous_response_id, new_session_id()
+    previous: SessionRecord | None = None
     before: tuple[ChatMessage, ...] = ()
     continues = False
-    if previous is not None and previous_id is not None:
-        stored = previous.response(previous_id)
-        assert stored is not None, "the record has the response"
+    if previous_id is not None:
+        previous, stored = await _stored(services, owner, previous_id)
         before = previous.conversation(stored)
         continues = body.is_stored and previous.responses[-1].id == previous_id
+        if continues:
+            session_id = session_id_of(previous_id)
         if previous.document_ids and body.document_ids is None:
             body = body.model_copy(update={"document_ids": list(previous.document_ids)})
             body.model_fields_set.add("document_ids")
     body = await _with_items(services, owner, body)
     # In a thread, because a chat's fields are read again: thousands of items take tens of milliseconds.
-    translation = await request.state.work(partial(translate, body, before))
-    session_id = session_id_of(previous_id) if continues and previous_id is not None else new_session_id()
+    chat, names = await request.state.work(partial(translate, body, before))
     session = SessionKey(owner=owner, session_id=session_id) if body.is_stored else None
     if session is not None and not continues:
         await _make_room(services, owner)
-    chat, names = translation.chat, translation.names
     head = head_of(body, new_response_id(session_id))
     items = OutputItems(response_id=head["id"], namespaced=body.namespaced)
     chain = ResponseChain(
@@ -88,25 +86,13 @@ async def create_response(request: Request, services: Shared, body: ResponseRequ
         num_instructions=int(bool(body.instructions)),
         describe=partial(ended, head, items),
     )
-    completion = begin(request, services, chat, session, chain)
-    assert isinstance(completion, Completion), "a response has one prompt"
-    note_ignored(request, services, translation)
-    return ResponsesAnswer(
-        completion,
-        head=head,
-        items=items,
-        chain=chain,
-        names=names,
-        record=request.state.record,
-        keepalive_s=services.config.keepalive_s,
-    )
+    completion = begin(request, services, chat, session, names=names, chain=chain)
+    return ResponsesAnswer(completion, request, names, head=head, items=items, chain=chain)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, summary="A stored response")
 async def get_response(request: Request, services: Shared, response_id: str) -> Response:
-    record = await _record_of(services, request.state.owner, response_id)
-    stored = record.response(response_id)
-    assert stored is not None, "the record has the response"
+    _, stored = await _stored(services, request.state.owner, response_id)
     return JSONResponse(json.loads(stored.body))
 
 
@@ -118,9 +104,9 @@ async def delete_response(request: Request, services: Shared, response_id: str) 
     async with services.sessions.lease(key) as lease:
         if lease.record is None or lease.record.response(response_id) is None:
             raise _unknown(response_id)
-        rest = tuple(its for its in lease.record.responses if its.id != response_id)
+        rest = tuple(other for other in lease.record.responses if other.id != response_id)
         if rest:
-            await lease.commit(lease.record.with_responses(rest))
+            await lease.commit(replace(lease.record, responses=rest))
     if not rest:
         await services.sessions.delete(key)
         await services.runner.drop(key)
@@ -141,8 +127,8 @@ def _session_key(owner: str, response_id: str) -> SessionKey:
     return SessionKey(owner=owner, session_id=session_id)
 
 
-async def _record_of(services: Services, owner: str, response_id: str) -> SessionRecord:
-    """The record that a response is in.
+async def _stored(services: Services, owner: str, response_id: str) -> tuple[SessionRecord, StoredResponse]:
+    """The record that a response is in, and the response.
 
     Raises: ResponseNotFound, StoreUnavailable.
     """
@@ -150,9 +136,9 @@ async def _record_of(services: Services, owner: str, response_id: str) -> Sessio
         record = await services.sessions.get(_session_key(owner, response_id))
     except SessionNotFound:
         raise _unknown(response_id) from None
-    if record.response(response_id) is None:
+    if (stored := record.response(response_id)) is None:
         raise _unknown(response_id)
-    return record
+    return record, stored
 
 
 async def _with_items(services: Services, owner: str, body: ResponseRequest) -> ResponseRequest:
@@ -169,7 +155,7 @@ async def _with_items(services: Services, owner: str, body: ResponseRequest) -> 
             response_id = response_of_item(item.id)
             if response_id not in outputs:
                 outputs[response_id] = await _output_of(services, owner, response_id)
-            found = [its for its in outputs[response_id] if its["id"] == item.id]
+            found = [output for output in outputs[response_id] if output["id"] == item.id]
             if not found:
                 param = f"input[{index}].id"
                 raise InvalidRequest(f"{param} is {item.id!r}; no stored response has that item", param=param)
@@ -181,10 +167,9 @@ async def _with_items(services: Services, owner: str, body: ResponseRequest) -> 
 async def _output_of(services: Services, owner: str, response_id: str) -> list[dict[str, Any]]:
     """The items of a stored response's answer; none where it is not stored."""
     try:
-        stored = (await _record_of(services, owner, response_id)).response(response_id)
+        _, stored = await _stored(services, owner, response_id)
     except NotFound:
         return []
-    assert stored is not None, "the record has the response"
     output: list[dict[str, Any]] = json.loads(stored.body)["output"]
     return output
 

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from kvferry.services.router.api.answers import Deleted, Document, Forgotten, Listing, Session
 from kvferry.services.router.api.completions import Shared, keyed_router
 from kvferry.services.router.completion import documents
-from kvferry.services.router.completion.requests import DocumentRequest
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionFile, SessionSummary, is_session_id, session_key
 from kvferry.services.router.sessions.store import DOCUMENT_PREFIX, document_key, is_document
@@ -79,7 +78,7 @@ async def delete_session(request: Request, services: Shared, session_id: str) ->
 
 
 @router.post("/v1/documents", response_model=Document, summary="Prefill a document for sessions")
-async def create_document(request: Request, services: Shared, body: DocumentRequest) -> Any:
+async def create_document(request: Request, services: Shared, body: documents.DocumentRequest) -> Any:
     key = document_key(request.state.owner, body.id or f"doc-{secrets.token_hex(8)}")
     await documents.create(services, key, body, request.state.work, request.state.record.request_id)
     return await _one(services, key)

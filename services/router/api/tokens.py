@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import msgspec
 from fastapi import Request
@@ -17,12 +18,10 @@ from kvferry.services.router.api.completions import Shared, keyed_router, named_
 from kvferry.services.router.completion.documents import first_prompt
 from kvferry.services.router.completion.engine_fields import ChatFields
 from kvferry.services.router.completion.requests import Message, TokenId
-from kvferry.services.router.completion.services import Services
 from kvferry.services.router.completion.tools import Tools
 from kvferry.services.router.completion.translation import validated
-from kvferry.services.router.http.body import ClientModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Refused
 from kvferry.shared.errors import InvalidRequest
-from kvferry.shared.model.spec import ModelSpec
 
 router = keyed_router()
 
@@ -35,6 +34,8 @@ _OF_CHATS = (
 class TokenizeRequest(ChatFields):
     """POST /tokenize: a `prompt`, or the `messages` of a chat."""
 
+    refused: ClassVar[Refused] = {"chat_template": ()}
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -43,7 +44,6 @@ class TokenizeRequest(ChatFields):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Annotated[Any, Unsupported()] = None
 
     @field_validator("messages")
     @classmethod
@@ -80,22 +80,18 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-def _model(services: Services, name: str | None) -> ModelSpec:
-    return services.runner.model() if name is None else named_model(services, name)
-
-
 @router.post("/tokenize", summary="The token ids of a prompt", response_model=Tokens)
 async def tokenize(request: Request, services: Shared, body: TokenizeRequest) -> Response:
-    model = _model(services, body.model)
+    model = named_model(services, body.model)
     token_ids: Callable[[], list[int]]
     if body.messages is not None:
-        given = {name: its for name in _OF_CHATS if (its := getattr(body, name)) is not None}
+        given = {name: value for name in _OF_CHATS if (value := getattr(body, name)) is not None}
         chat = validated({"model": model.name, **given})
         prompt = await first_prompt(services, request.state.owner, request.state.work, chat, model)
         token_ids = partial(list, prompt.token_ids)
     elif body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        token_ids = partial(services.prompts.encode, body.prompt, add_special=add_special)
+        token_ids = partial(services.prompts.tokenizer.encode, body.prompt, add_special=add_special)
     else:
         raise InvalidRequest("prompt is missing; give it or messages", param="prompt")
 
@@ -103,7 +99,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
         ids = token_ids()
         tokens = Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
         if body.return_token_strs:
-            tokens["token_strs"] = services.prompts.spellings(ids)
+            tokens["token_strs"] = list(map(services.prompts.tokenizer.spelling, ids))
         return msgspec.json.encode(tokens)
 
     # In a thread with all that is made of them: a text of megabytes has millions of tokens.
@@ -112,10 +108,11 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
 
 @router.post("/detokenize", summary="The text of token ids")
 async def detokenize(services: Shared, body: DetokenizeRequest) -> Detokenized:
-    model = _model(services, body.model)
+    model = named_model(services, body.model)
     highest = max(body.tokens, default=0)
     if highest >= model.vocab_size:
         raise InvalidRequest(
             f"tokens has token {highest}; the vocabulary has ids 0 to {model.vocab_size - 1}", param="tokens"
         )
-    return {"prompt": await services.prompts.decode(body.tokens)}
+    decode = partial(services.prompts.tokenizer.decode, body.tokens, shows_special=True)
+    return {"prompt": await asyncio.to_thread(decode)}

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvferry.services.router.completion.choice import Choice, ChoiceDelta, KvReport, Usage
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, Usage
+from kvferry.services.router.completion.compression import KvReport
 from kvferry.services.router.sessions.record import SessionRecord, StoredResponse
 from kvferry.shared.errors import SessionBusy
 from kvferry.shared.model.spec import ModelSpec

@@ -1,35 +1,33 @@
-"""The choices of a response: each a turn's tokens as text with log-probabilities, and their `usage` and `kv`
-objects.
+"""The choices of a response: each a turn's tokens as text with log-probabilities.
 
 `TextAssembler` holds back text that may begin a stop string.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import TypedDict
 
+from kvferry.services.router.completion.requests import ChatRequest
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.completion.tools import read_arguments
-from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.turn import Turn
-from kvferry.shared.compression.plan import CompressionPlan
-from kvferry.shared.compression.resolve import why_full
-from kvferry.shared.control.messages import FinishReason, HistorySource
+from kvferry.shared.control.messages import FinishReason
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:
-    from kvferry.services.router.completion.prompt_tokens import PromptTokens
-    from kvferry.shared.model.answer import AnswerParser, AnswerPart
+    from kvferry.shared.model.answer import AnswerParser
     from kvferry.shared.model.calls import CallPiece
 
 
@@ -162,34 +160,37 @@ class Choice:
 
     Args:
         parser: splits the text, where the model has a form for its parts.
-        parallel_calls: whether there may be several calls; otherwise all but the first are left out.
-        shows_reasoning: whether deltas have the model's thoughts.
-        with_logprobs, with_token_ids: whether each token has a delta, even without text.
+        request: where it wants log-probabilities or token ids, each token has a delta, even without text; it
+            may leave out thoughts, and all calls but the first.
     """
 
     def __init__(
         self,
         index: int,
         turn: Turn,
-        assembler: TextAssembler,
+        tokenizer: ChatTokenizer,
+        parser: AnswerParser | None,
         timer: RequestTimer,
-        *,
-        parser: AnswerParser | None = None,
-        parallel_calls: bool = True,
-        shows_reasoning: bool = True,
-        with_logprobs: bool = False,
-        with_token_ids: bool = False,
+        request: ChatRequest | TextRequest,
     ) -> None:
         self.index = index
         self.turn = turn
         self.text = ""
-        self._assembler = assembler
+        self._tokenizer = tokenizer
+        self._assembler = TextAssembler(
+            tokenizer,
+            request.stop_strings,
+            min_tokens=request.min_tokens or 0,
+            includes_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+            shows_special=parser is not None,
+        )
         self._timer = timer
-        self._with_logprobs = with_logprobs
-        self._with_token_ids = with_token_ids
+        self._request = request
+        self._with_logprobs = request.num_alternatives is not None
+        self._with_token_ids = bool(request.return_token_ids)
         self._parser = parser
-        self._parallel_calls = parallel_calls
-        self._shows_reasoning = shows_reasoning
+        self._parallel_calls = request.parallel_tool_calls is not False
+        self._shows_reasoning = request.include_reasoning is not False
         self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.calls: list[ToolCall] = []
@@ -200,10 +201,24 @@ class Choice:
         self._offset = 0
         self._last_token_s: float | None = None
 
-    def echo(self, text: str, entries: tuple[TokenLogprob, ...] | None) -> ChoiceDelta:
-        """Put the prompt before the first token."""
+    async def show_prompt(self, text: str, token_ids: tuple[int, ...]) -> ChoiceDelta | None:
+        """Decode the prompt's tokens, and return what comes before the first token, where the request wants
+        that."""
+        request, first = self._request, self.turn.stats.first
+        assert first is not None, "there is a first token"
+        if request.num_prompt_alternatives is not None:
+            self.prompt_tokens = await asyncio.to_thread(
+                prompt_tokens,
+                token_ids,
+                first.prompt_logprobs,
+                TextAssembler(self._tokenizer),
+                num_listed=request.num_alternatives or 0,
+            )
+        if not isinstance(request, TextRequest) or not request.echo:
+            return None
+        shown = self.prompt_tokens if request.logprobs is not None else None
         self.text, self._offset = text, len(text)
-        return ChoiceDelta(index=self.index, text=text, logprobs=entries)
+        return ChoiceDelta(index=self.index, text=text, logprobs=shown.entries if shown is not None else None)
 
     def token(self, token: SampledToken) -> ChoiceDelta | None:
         """Take the next token; returns what it adds, None while nothing can be delivered."""
@@ -226,26 +241,18 @@ class Choice:
             )
             self._offset += len(delta.token_text)
         token_ids = (token.token_id,) if self._with_token_ids else ()
-        if self._parser is not None:
-            before = len(self.reasoning), len(self._content)
-            parsed = self._parsed(self._parser.feed(delta.text), entries, token_ids)
-            self.num_reasoning_tokens += len(self.reasoning) > before[0] and len(self._content) == before[1]
-            return parsed
-        if not (delta.text or entries or token_ids):
-            return None
-        return ChoiceDelta(index=self.index, text=delta.text, logprobs=entries, token_ids=token_ids)
+        before = len(self.reasoning), len(self._content)
+        added = self._added(delta.text, entries, token_ids)
+        self.num_reasoning_tokens += len(self.reasoning) > before[0] and len(self._content) == before[1]
+        return added
 
     def end(self, reason: FinishReason) -> Iterator[ChoiceDelta]:
         """The text held back, if any, and the choice's end."""
         rest = self._assembler.flush()
         self.text += rest
-        entries = () if self._with_logprobs else None
-        if self._parser is not None:
-            held = self._parsed([*self._parser.feed(rest), *self._parser.finish()], entries, ())
-            if held is not None and (held.text or held.reasoning or held.calls):
-                yield held
-        elif rest:
-            yield ChoiceDelta(index=self.index, text=rest, logprobs=entries)
+        held = self._added(rest, () if self._with_logprobs else None, ends=True)
+        if held is not None:
+            yield held
         yield ChoiceDelta(index=self.index, finish_reason=self.finish_reason)
 
     @property
@@ -268,39 +275,37 @@ class Choice:
     def message(self) -> ChatMessage:
         """The answer as sessions record it."""
         fields: dict[str, Any] = {}
-        calls = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {**call["function"], "arguments": read_arguments(call["function"]["arguments"])},
-            }
-            for call in self.calls
-        ]
-        if calls:
-            fields["tool_calls"] = calls
+        if self.calls:
+            fields["tool_calls"] = [
+                {**call, "function": {**given, "arguments": read_arguments(given["arguments"])}}
+                for call in self.calls
+                for given in (call["function"],)
+            ]
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning.strip()
         return ChatMessage("assistant", self.content, json.dumps(fields) if fields else "")
 
-    def _parsed(
+    def _added(
         self,
-        parts: Sequence[AnswerPart],
+        text: str,
         entries: tuple[TokenLogprob, ...] | None,
-        token_ids: tuple[int, ...],
+        token_ids: tuple[int, ...] = (),
+        *,
+        ends: bool = False,
     ) -> ChoiceDelta | None:
-        """What a text's parts add; None where nothing can be delivered."""
-        text, reasoning = (
-            "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
-        )
-        calls = [
-            delta
-            for part in parts
-            if part.call is not None and (delta := self._called(part.call)) is not None
-        ]
-        self._content += text
-        self.reasoning += reasoning
-        if not self._shows_reasoning:
-            reasoning = ""
+        """What a text adds, in parts where there is a parser; None where nothing can be delivered."""
+        reasoning, calls = "", list[ToolCallDelta]()
+        if self._parser is not None:
+            parts = [*self._parser.feed(text), *(self._parser.finish() if ends else ())]
+            text, reasoning = (
+                "".join(getattr(part, name) for part in parts) for name in ("content", "reasoning")
+            )
+            called = [self._called(part.call) for part in parts if part.call is not None]
+            calls = [delta for delta in called if delta is not None]
+            self._content += text
+            self.reasoning += reasoning
+            if not self._shows_reasoning:
+                reasoning = ""
         if not (text or reasoning or calls or entries or token_ids):
             return None
         return ChoiceDelta(
@@ -349,117 +354,62 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
-class KvReport(TypedDict):
-    """What a response's KV cache cost. Bytes are sums over choices, times those of the slowest choice.
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details={"cached_tokens": cached_tokens},
+    )
 
-    `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
-    prompt; of the method "auto", why the router chose this one. `quality` and `retention` are there where the
-    request gave a quality, `delta_bytes` where decode had retained KV of the session, `kept` and
-    `kept_by_layer` where the request gave `kv_kept_bins`. `smaller_token_budget` is there where decode was
-    short of memory and used a budget between the request's `min_token_budget` and its `token_budget`,
-    `max_tokens` where the request's limit is above the room that the context has after the prompt.
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    decoded_token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTokens:
+    """A prompt's tokens as text with their log-probabilities.
+
+    Attributes:
+        entries: one a token, its text's place counted in the tokens' texts. The first has no log-probability.
+        by_id: for each token its own log-probability and its alternatives', by token id; None for the first.
     """
 
-    method: str
-    reason: NotRequired[str]
-    quality: NotRequired[float]
-    retention: NotRequired[float]
-    smaller_token_budget: NotRequired[int]
-    max_tokens: NotRequired[int]
-    prompt_tokens: int
-    reused_tokens: int
-    history: NotRequired[HistorySource]
-    history_tier: NotRequired[str]
-    full_bytes: int
-    shipped_bytes: int
-    delta_bytes: NotRequired[int]
-    cache_bytes: int
-    prefill_ms: float
-    transfer_ms: float
-    kept: NotRequired[list[float]]
-    kept_by_layer: NotRequired[list[list[float]]]
+    entries: tuple[TokenLogprob, ...]
+    by_id: tuple[dict[str, PromptLogprob] | None, ...]
 
 
-def kv_report(
-    plan: CompressionPlan | None,
-    quality: float | None,
-    num_prompt_tokens: int,
-    stats: Sequence[TurnStats],
-    *,
-    num_kept_bins: int = 0,
-    chosen: str = "",
-    max_tokens: int | None = None,
-) -> KvReport:
-    """The report of one response.
+def prompt_tokens(
+    token_ids: Sequence[int], reported: Sequence[SampledToken], assembler: TextAssembler, *, num_listed: int
+) -> PromptTokens:
+    """Decode a prompt token by token.
 
     Args:
-        plan: the request's; None where it failed before it had one.
-        quality: the quality that the request gave.
-        stats: of each choice's turn.
-        num_kept_bins: the request's `kv_kept_bins`.
-        chosen: why the router chose the method; empty where the request did.
-        max_tokens: the answer's limit where it is below the request's.
+        reported: every token after the first.
+        assembler: a new one, without stop strings.
+        num_listed: how many alternatives each entry has.
     """
-    first = stats[0].first
-    report = KvReport(
-        method=stats[0].method,
-        prompt_tokens=num_prompt_tokens,
-        reused_tokens=first.reused_tokens if first is not None else 0,
-        full_bytes=first.full_bytes if first is not None else 0,
-        shipped_bytes=0,
-        cache_bytes=0,
-        prefill_ms=0.0,
-        transfer_ms=0.0,
-    )
-    for turn in stats:
-        report["shipped_bytes"] += turn.shipped_bytes
-        report["cache_bytes"] += turn.cache_bytes
-        report["prefill_ms"] = max(report["prefill_ms"], round(turn.prefill_s * 1000, 3))
-        report["transfer_ms"] = max(report["transfer_ms"], round(turn.transfer_s * 1000, 3))
-        if turn.smaller_budget is not None:
-            least = report.get("smaller_token_budget", turn.smaller_budget)
-            report["smaller_token_budget"] = min(least, turn.smaller_budget)
-        if turn.delta_bytes is not None:
-            report["delta_bytes"] = report.get("delta_bytes", 0) + turn.delta_bytes
-    if max_tokens is not None:
-        report["max_tokens"] = max_tokens
-    if plan is not None:
-        if chosen and report["method"] in (plan.method, ""):
-            report["reason"] = chosen
-        elif report["method"] == "full":
-            report["reason"] = why_full(plan, num_prompt_tokens=num_prompt_tokens)
-        elif (reason := _why_not_compress(plan, stats[0])) is not None:
-            report["reason"] = reason
-        if quality is not None and plan.budget.retention is not None:
-            report["quality"], report["retention"] = quality, plan.budget.retention
-    if first is not None:
-        if first.history_source is not None:
-            report["history"] = first.history_source
-        if first.history_tier:
-            report["history_tier"] = first.history_tier
-        if first.retained_fractions:
-            layers = _by_layer(first.retained_fractions, min(num_kept_bins, num_prompt_tokens))
-            report["kept_by_layer"] = [[round(fraction, 4) for fraction in layer] for layer in layers]
-            report["kept"] = [round(fmean(fractions), 4) for fractions in zip(*layers, strict=True)]
-    return report
-
-
-def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
-    """For a client: that its method was not worth using for this prompt.
-
-    Returns: None where it was, and where bytes do not tell: with an attention that reads a part of what was
-        shipped, and of a delta or several attempts.
-    """
-    first = turn.first
-    if first is None or turn.replays or turn.delta_bytes is not None or plan.attention.name != "dense":
-        return None
-    if not turn.shipped_bytes or turn.shipped_bytes < first.full_bytes:
-        return None
-    return (
-        f"method {first.method} shipped {turn.shipped_bytes} bytes, no fewer than the {first.full_bytes} of "
-        "the full KV: it saves nothing for a prompt as short as this"
-    )
-
-
-def _by_layer(fractions: Sequence[float], num_bins: int) -> list[Sequence[float]]:
-    return [fractions[start : start + num_bins] for start in range(0, len(fractions), num_bins)]
+    assert len(reported) == len(token_ids) - 1, "prefill reports every token after the first"
+    entries: list[TokenLogprob] = []
+    by_id: list[dict[str, PromptLogprob] | None] = []
+    offset = 0
+    for token_id, token in zip(token_ids, (None, *reported), strict=True):
+        # Alternatives are decoded in the token's place, so before the token itself is taken.
+        top = tuple(
+            (other, assembler.token_text(other), value)
+            for other, value in (token.top_logprobs if token is not None else ())
+        )
+        text = assembler.push(token_id).token_text
+        logprob = token.logprob if token is not None else None
+        listed = tuple(TokenLogprob(text=name, logprob=value) for _, name, value in top[:num_listed])
+        entries.append(TokenLogprob(text=text, logprob=logprob, offset=offset, top=listed))
+        offset += len(text)
+        if logprob is None:
+            by_id.append(None)
+            continue
+        own = {str(token_id): PromptLogprob(logprob=logprob, decoded_token=text)}
+        others = {str(other): PromptLogprob(logprob=value, decoded_token=name) for other, name, value in top}
+        by_id.append(own | others | own)  # itself first
+    return PromptTokens(entries=tuple(entries), by_id=tuple(by_id))

@@ -8,45 +8,36 @@ queue hands its deltas to `api/completions.py`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import structlog
 from typing_extensions import TypedDict
 
 from kvferry.services.router.completion import documents
 from kvferry.services.router.completion.chain import ResponseChain
-from kvferry.services.router.completion.choice import (
-    Choice,
-    ChoiceDelta,
-    KvReport,
-    RequestTimer,
-    Usage,
-    kv_report,
-)
+from kvferry.services.router.completion.choice import Choice, ChoiceDelta, RequestTimer, Usage, usage_of
+from kvferry.services.router.completion.compression import ChosenPlan, KvReport, kv_report
 from kvferry.services.router.completion.documents import NamedDocuments
-from kvferry.services.router.completion.inputs import ChosenPlan, Preamble, Prompt
-from kvferry.services.router.completion.prompt_tokens import prompt_tokens
-from kvferry.services.router.completion.requests import (
-    ChatRequest,
-    TextRequest,
-    sampling_params,
-    with_seed_of,
-)
+from kvferry.services.router.completion.prompts import Prompt
+from kvferry.services.router.completion.requests import ChatRequest, sampling_params, with_seed_of
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.completion.texts import TextRequest
 from kvferry.services.router.http.errors import internal_error
 from kvferry.services.router.http.large_work import BodyWork
 from kvferry.services.router.sessions.implicit import ImplicitTurn, salted_owner
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.store import SessionLease
-from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, PromptShare, TurnRequest
+from kvferry.services.router.turn.attempt import CUT_OFF_S, Admitted, Finished, TurnRequest
 from kvferry.services.router.turn.turn import Turn, deadline_passed
-from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.control.messages import SessionKey
-from kvferry.shared.errors import KvferryError, Overloaded
+from kvferry.shared.errors import KvferryError, Overloaded, StoreUnavailable
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import Grammar, SampledToken, ThinkingBudget
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
 
 class CompletionEnd(TypedDict):
@@ -57,10 +48,7 @@ class CompletionEnd(TypedDict):
 
 
 CompletionEvent = ChoiceDelta | CompletionEnd | KvferryError
-
-
-EXPECTED_ANSWER_TOKENS = 512
-"""Of most answers, by which the method "auto" compares times."""
+_Commit = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,6 +67,7 @@ class Completion:
         first_index: of its choices, where they are part of a response's.
         chain: what the answer continues and is stored as, where the request came by the Responses API.
         events: deltas, then one CompletionEnd or one error. The reader may add None to wake itself.
+        tell_end: takes the last of them.
     """
 
     services: Services
@@ -94,13 +83,13 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.events: asyncio.Queue[CompletionEvent | None] = asyncio.Queue()
+        self.tell_end: Callable[[CompletionEnd | KvferryError], None] = self.events.put_nowait
         self.choices: list[Choice] = []
         self.num_prompt_tokens = 0
         self.timer = RequestTimer(self.services.metrics, self.model.name, self.arrival_s)
         self._deadline_s = asyncio.get_running_loop().time() + self.services.config.request_timeout_s
         self._limit: asyncio.Timeout | None = None
         self._chosen: ChosenPlan | None = None
-        self._quality: float | None = None
         self._implicit: ImplicitTurn | None = None
         salt = self.request.salt
         self._reuse_owner = salted_owner(self.owner, salt) if salt else self.owner
@@ -108,6 +97,8 @@ class Completion:
         self._recording: asyncio.Task[None] | None = None
         """Commits the record, then ends the answer; started when the last token is there."""
         self._committed = False
+        self._is_unstored = False
+        """The turn is not part of its session, because Redis does not take the record."""
         self._closed = False
         """The client has its last event, or has left: nothing more goes into `events`."""
         self._log = structlog.get_logger(__name__).bind(request_id=self.request_id)
@@ -157,131 +148,107 @@ class Completion:
             self._closed = True
             self.timer.close()
             if event is not None:
-                self.events.put_nowait(event)
+                self.tell_end(event)
 
     async def _answer(self, lease: SessionLease | None) -> None:
         services, request = self.services, self.request
         record = lease.record if lease is not None else None
-        if record is not None and record.model_fingerprint != self.model.fingerprint:
-            record = None  # token ids of another model
+        if record is not None:
+            record = record.for_model(self.model.fingerprint)
         former = record
         if self.chain is not None:
             self.chain.check(record)
             former = record or self.chain.former(self.model)
         ids = request.document_ids if isinstance(request, ChatRequest) else None
-        named = await documents.named(services, self.owner, ids) if ids else None
-        # No ids at all leave the session's documents; an empty list means none.
-        preamble = None if ids is None else named.preamble if named is not None else Preamble()
-        prompt = await services.prompts.build(request, former, self.model, self.work, preamble)
+        named = NamedDocuments() if ids is None else await documents.named(services, self.owner, ids)
+        prompt = await services.prompts.build(request, former, self.model, self.work, named.preamble)
         self.num_prompt_tokens = len(prompt.token_ids)
         if lease is not None:
             begun = prompt.record(self.model, (), ChatMessage("assistant", ""))
             begun = replace(begun, responses=record.responses if record is not None else ())
             await services.sessions.check_quota(lease, services.config, begun)
-        compression = request.kv_compression or (named.compression if named is not None else None)
-        self._quality = compression.quality if compression is not None else None
-        limit = request.token_limit
-        expected = EXPECTED_ANSWER_TOKENS if limit is None else min(max(1, limit[1]), EXPECTED_ANSWER_TOKENS)
-        self._chosen = await services.plans.choose(
-            compression, prompt.token_ids, self.model, answer_tokens=expected
-        )
-        grammar = (
-            await services.prompts.grammar(request, self.model, self.owner) if request.has_structure else None
-        )
-        thinking = services.prompts.thinking_budget(request, prompt)
-        turn = self._turn_request(record, prompt, named, self._chosen.plan, grammar, thinking)
-        if lease is not None:
-            turn = replace(turn, session_base=lease.base)
-        if record is None and former is not None:
-            turn = replace(turn, prefer_prefill=former.prefill_addresses)
-        if lease is None and turn.prompt_logprobs is None:
-            self._implicit = services.implicit.begin(
-                self._reuse_owner, prompt.token_ids, keep_s=request.keep_s
-            )
-        turn = await self._placed(turn)
-        samplings = [with_seed_of(turn.sampling, index) for index in range(request.n or 1)]
-        share = PromptShare(tuple(samplings[1:])) if len(samplings) > 1 else None
-        for index, sampling in enumerate(samplings):
-            if index == 0 and (implicit := self._implicit) is not None:
-                its = replace(turn, session=implicit.key, retained_as=implicit.retained_as)
-            else:
-                its = replace(turn, sampling=sampling)
-            parser = services.prompts.answer_parser(request, prompt)
-            self.choices.append(
-                Choice(
-                    self.first_index + index,
-                    Turn(services.runner, its, share=share, number=index),
-                    services.prompts.assembler(request, shows_special=parser is not None),
-                    self.timer,
-                    parser=parser,
-                    shows_reasoning=request.include_reasoning is not False,
-                    parallel_calls=request.parallel_tool_calls is not False,
-                    with_logprobs=request.num_alternatives is not None,
-                    with_token_ids=bool(request.return_token_ids),
-                )
-            )
-        await self._run_choices(prompt, lease, record)
-        if lease is not None:
-            await self._publish(lease, prompt)
-
-    async def _placed(self, turn: TurnRequest) -> TurnRequest:
-        """The turn with the workers to prefer that have KV of its prompt."""
-        implicit = self._implicit
-        if implicit is not None:
-            addresses = implicit.prefill_addresses or turn.prefer_prefill
-            turn = replace(turn, prefer_prefill=addresses, prefer_decode=implicit.decode_addresses)
-        is_known = turn.prefer_prefill if implicit is None else implicit.extends_former
-        if is_known or turn.prompt_logprobs is not None:
-            return turn
-        found = await self.services.runner.with_prefix(
-            self._reuse_owner, turn.prompt_token_ids, self.model.fingerprint, prefer=turn.prefer_prefill
-        )
-        return replace(turn, prefer_prefill=found)
-
-    def _turn_request(
-        self,
-        record: SessionRecord | None,
-        prompt: Prompt,
-        named: NamedDocuments | None,
-        plan: CompressionPlan,
-        grammar: Grammar | None,
-        thinking: ThinkingBudget | None,
-    ) -> TurnRequest:
-        request = self.request
-        prefer = record.prefill_addresses if record is not None else ()
-        return TurnRequest(
+        compression = request.kv_compression or named.compression
+        self._chosen = await services.plans.choose(compression, prompt.token_ids, self.model)
+        sampling = await self._sampling(prompt)
+        if lease is None and request.num_prompt_alternatives is None:
+            owner = self._reuse_owner
+            self._implicit = services.implicit.begin(owner, prompt.token_ids, keep_s=request.keep_s)
+        known = former.prefill_addresses if former is not None else ()
+        decode_addresses = self._implicit.decode_addresses if self._implicit is not None else ()
+        turn = TurnRequest(
             request_id=self.request_id,
             model=self.model,
             prompt_token_ids=prompt.token_ids,
-            plan=plan,
-            sampling=sampling_params(
-                request,
-                self.num_prompt_tokens,
-                self.model,
-                grammar,
-                defaults=self.services.sampling_defaults,
-                thinking=thinking,
-            ),
+            plan=self._chosen.plan,
+            sampling=sampling,
             deadline_s=self._deadline_s,
             owner=self.owner,
             session=self.session,
-            document=named.history if named is not None and self.session is not None else None,
-            has_history=record is not None,
-            keeps_cut_off=self.session is not None and bool(request.stream),
-            prefer_prefill=prefer or (named.prefill_addresses if named is not None else ()),
+            document=named.history if lease is not None else None,
+            has_history=record is not None and bool(record.token_ids),
+            keeps_cut_off=lease is not None and bool(request.stream),
+            prefer_prefill=await self._prefill_addresses(prompt, known or named.prefill_addresses),
+            prefer_decode=(record.decode_address,) if record is not None else decode_addresses,
             priority=request.hinted_priority if request.priority is None else request.priority,
             retained_bins=request.kv_kept_bins or 0,
             prompt_logprobs=request.num_prompt_alternatives,
-            prefer_decode=(record.decode_address,) if record is not None else (),
         )
+        self._begin_choices(turn, prompt)
+        commit = partial(self._record, lease, record, prompt) if lease is not None else None
+        await self._run_choices(prompt, commit)
+        if lease is not None:
+            await self._publish(lease, prompt)
+
+    async def _sampling(self, prompt: Prompt) -> SamplingParams:
+        request, model, prompts = self.request, self.model, self.services.prompts
+        return sampling_params(
+            request,
+            self.num_prompt_tokens,
+            model,
+            await prompts.grammar(request, model, self.owner) if request.has_structure else None,
+            defaults=self.services.sampling_defaults,
+            thinking=prompts.thinking_budget(request, prompt),
+        )
+
+    async def _prefill_addresses(self, prompt: Prompt, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """The workers to prefer, best first, of which `addresses` have KV of what the prompt continues."""
+        is_known = bool(addresses)
+        if (implicit := self._implicit) is not None:
+            addresses, is_known = implicit.prefill_addresses or addresses, implicit.extends_former
+        if is_known or self.request.num_prompt_alternatives is not None:
+            return addresses
+        return await self.services.runner.with_prefix(
+            self._reuse_owner, prompt.token_ids, self.model.fingerprint, prefer=addresses
+        )
+
+    def _begin_choices(self, turn: TurnRequest, prompt: Prompt) -> None:
+        services, request = self.services, self.request
+        samplings = [with_seed_of(turn.sampling, index) for index in range(request.n or 1)]
+        share = asyncio.get_running_loop().create_future() if len(samplings) > 1 else None
+        for index, sampling in enumerate(samplings):
+            siblings = () if index else tuple(samplings[1:])
+            of_choice = replace(turn, sampling=sampling, siblings=siblings)
+            if index == 0 and (implicit := self._implicit) is not None:
+                of_choice = replace(of_choice, session=implicit.key, retained_as=implicit.retained_as)
+            self.choices.append(
+                Choice(
+                    self.first_index + index,
+                    Turn(services.runner, of_choice, share=share, number=index),
+                    services.prompts.tokenizer,
+                    services.prompts.answer_parser(request, prompt),
+                    self.timer,
+                    request,
+                )
+            )
 
     # ---- turns -------------------------------------------------------------------------------------------
 
-    async def _run_choices(
-        self, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
-    ) -> None:
+    async def _run_choices(self, prompt: Prompt, commit: _Commit | None) -> None:
         """Run all turns to their ends. At the deadline, or after `cancel`, a session's stream has a little
-        more time to return the delivered tokens to the history."""
+        more time to return the delivered tokens to the history.
+
+        Args: commit: makes the turn part of its session, then ends the answer.
+        """
         failed: tuple[KvferryError | BaseExceptionGroup[KvferryError], ...] = ()
         try:
             async with asyncio.timeout_at(self._deadline_s + CUT_OFF_S) as self._limit:
@@ -289,7 +256,7 @@ class Completion:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for choice in self.choices:
-                            group.create_task(self._run_choice(choice, prompt, lease, record))
+                            group.create_task(self._run_choice(choice, prompt, commit))
                 except* KvferryError as failures:
                     failed = failures.exceptions
                 finally:
@@ -301,7 +268,6 @@ class Completion:
             raise failed[0]
 
     def _expire(self) -> None:
-        """The deadline has come."""
         if not self._cut_off(deadline_passed()) and self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
@@ -317,9 +283,7 @@ class Completion:
         self._close(error)
         return True
 
-    async def _run_choice(
-        self, choice: Choice, prompt: Prompt, lease: SessionLease | None, record: SessionRecord | None
-    ) -> None:
+    async def _run_choice(self, choice: Choice, prompt: Prompt, commit: _Commit | None) -> None:
         async with aclosing(choice.turn.events()) as events:
             async for event in events:
                 match event:
@@ -328,42 +292,29 @@ class Completion:
                             if self._implicit is not None and choice is self.choices[0]:
                                 store = self._store_prompt(self._implicit, choice)
                                 self.services.runner.tasks.start(store, name="store prompt")
-                            await self._show_prompt(choice, prompt)
+                            shown = await choice.show_prompt(prompt.begun.text, prompt.token_ids)
+                            if shown is not None:
+                                self.events.put_nowait(shown)
                         if self.request.max_tokens == 0:
                             continue
                         if (delta := choice.token(event)) is not None:
-                            self.events.put_nowait(delta)
-                            if self.chain is not None:
-                                self.chain.deltas.append(delta)
+                            self._deliver(delta)
                     case Admitted():
                         self.timer.admitted()
                     case Finished(reason=reason):
                         for delta in choice.end(reason):
-                            self.events.put_nowait(delta)
-                            if self.chain is not None:
-                                self.chain.deltas.append(delta)
-                        if all(choice.turn.finish_reason is not None for choice in self.choices):
-                            if lease is None:
-                                self._end()
-                            else:
-                                commit = self._record(lease, record, prompt)
-                                self._recording = self.services.runner.tasks.start(commit, name="record")
+                            self._deliver(delta)
+                        if any(choice.turn.finish_reason is None for choice in self.choices):
+                            continue
+                        if commit is None:
+                            self._end()
+                        else:
+                            self._recording = self.services.runner.tasks.start(commit(), name="record")
 
-    async def _show_prompt(self, choice: Choice, prompt: Prompt) -> None:
-        """Decode the prompt's tokens and put them before the first token, where the request wants that."""
-        request, first = self.request, choice.turn.stats.first
-        assert first is not None, "there is a first token"
-        if request.num_prompt_alternatives is not None:
-            choice.prompt_tokens = await asyncio.to_thread(
-                prompt_tokens,
-                prompt.token_ids,
-                first.prompt_logprobs,
-                self.services.prompts.assembler(),
-                num_listed=request.num_alternatives or 0,
-            )
-        if isinstance(request, TextRequest) and request.echo:
-            shown = choice.prompt_tokens if request.logprobs is not None else None
-            self.events.put_nowait(choice.echo(prompt.text, shown.entries if shown is not None else None))
+    def _deliver(self, delta: ChoiceDelta) -> None:
+        self.events.put_nowait(delta)
+        if self.chain is not None:
+            self.chain.deltas.append(delta)
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
         """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
@@ -371,9 +322,10 @@ class Completion:
         assert stats.first is not None, "there is a first token"
         is_wanted = implicit.is_worth_storing(stats.first.reused_tokens) and not self.request.releases
         if await runner.publish(implicit.key, stats, implicit.token_ids, is_current=is_wanted):
-            where = {"prefill_address": stats.prefill_address, "decode_address": stats.decode_address}
-            for key, its_address in self.services.implicit.add(implicit, **where):
-                await runner.drop(key, addresses=(its_address,))
+            for key, address in self.services.implicit.add(
+                implicit, prefill_address=stats.prefill_address, decode_address=stats.decode_address
+            ):
+                await runner.drop(key, addresses=(address,))
         if self.request.releases:
             for key in self.services.implicit.remove_former(implicit):
                 await runner.drop(key)
@@ -397,13 +349,10 @@ class Completion:
         metrics, model, first = self.services.metrics, self.model.name, self.choices[0].turn.stats.first
         assert first is not None, "a turn that has finished has a first token"
         metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
-        if first.reused_tokens:
-            metrics.prompt_tokens_reused.labels(model=model, source=first.reuse_source).inc(
-                first.reused_tokens
-            )
+        if reused := first.reused_tokens:
+            metrics.prompt_tokens_reused.labels(model=model, source=first.reuse_source).inc(reused)
         for choice in self.choices:
-            reason = choice.turn.finish_reason
-            metrics.request_success.labels(model=model, finish_reason=reason).inc()
+            metrics.request_success.labels(model=model, finish_reason=choice.turn.finish_reason).inc()
         self.timer.finished(first.method)
         self._close(CompletionEnd(usage=self.usage(), kv=self.kv()))
 
@@ -418,13 +367,9 @@ class Completion:
 
     def usage(self) -> Usage:
         """The response's `usage` object; of what is known so far while the turns run."""
-        first, num_tokens = self.choices[0].turn.stats.first, self.num_completion_tokens
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=self.num_prompt_tokens + num_tokens,
-            prompt_tokens_details={"cached_tokens": first.reused_tokens if first is not None else 0},
-        )
+        first = self.choices[0].turn.stats.first
+        cached = first.reused_tokens if first is not None else 0
+        return usage_of(self.num_prompt_tokens, self.num_completion_tokens, cached)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -434,25 +379,17 @@ class Completion:
 
     def kv(self) -> KvReport:
         """The response's `kv` object; of what is known so far while the turns run."""
-        stats = [choice.turn.stats for choice in self.choices]
-        chosen = self._chosen
-        return kv_report(
-            chosen.plan if chosen is not None else None,
-            self._quality,
+        asked, used = self.request.token_limit, self.choices[0].turn.request.sampling.max_tokens
+        report = kv_report(
+            self._chosen,
             self.num_prompt_tokens,
-            stats,
+            [choice.turn.stats for choice in self.choices],
             num_kept_bins=self.request.kv_kept_bins or 0,
-            chosen=chosen.reason if chosen is not None else "",
-            max_tokens=self._smaller_limit(),
+            max_tokens=used if asked is not None and used < asked[1] else None,
         )
-
-    def _smaller_limit(self) -> int | None:
-        """The answer's limit, where the request's own is above what the context has room for."""
-        limit = self.request.token_limit
-        if limit is None or not self.choices:
-            return None
-        used = self.choices[0].turn.request.sampling.max_tokens
-        return used if used < limit[1] else None
+        if self._is_unstored:
+            report["session"] = "not_stored"
+        return report
 
     async def _commit(self, lease: SessionLease, before: SessionRecord | None, prompt: Prompt) -> None:
         choice, stats = self.choices[0], self.choices[0].turn.stats
@@ -474,7 +411,15 @@ class Completion:
             record = self.chain.added(record, before, self.choices[0], self.usage(), self.kv())
         elif before is not None:
             record = record.with_responses_of(before)
-        self._committed = await lease.commit(record)
+        try:
+            self._committed = await lease.commit(record)
+        except StoreUnavailable as error:
+            lease.note_unstored()
+            self._is_unstored = True
+            if self.chain is not None:
+                self.chain.body = None  # it says that the response is stored
+            self._log.warning("turn was not stored", error=error.message)
+            return
         if not self._committed:
             self._log.warning("turn was not added to its session: it was deleted or taken over")
 
@@ -484,8 +429,7 @@ class Completion:
         await asyncio.wait((self._recording,))
         is_current = self._committed and await lease.is_current()
         pin = is_current and lease.record is not None and lease.record.pin
-        stats = self.choices[0].turn.stats
-        runner = self.services.runner
+        runner, stats = self.services.runner, self.choices[0].turn.stats
         await runner.publish(lease.key, stats, prompt.token_ids, is_current=is_current, pin=pin)
         if self.request.releases:  # the session stays, and a later turn computes its KV again
             await runner.drop(lease.key)

@@ -10,19 +10,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.inputs import Preamble, Prompt
-from kvferry.services.router.completion.requests import ChatRequest, DocumentRequest
+from pydantic import StringConstraints
+
+from kvferry.services.router.completion.engine_fields import KvCompression, Priority, TtlS
+from kvferry.services.router.completion.prompts import Preamble, Prompt
+from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.completion.services import Services
+from kvferry.services.router.http.body import StrictModel
 from kvferry.services.router.http.large_work import BodyWork
-from kvferry.services.router.sessions.record import SessionRecord
+from kvferry.services.router.sessions.record import SessionId, SessionRecord
 from kvferry.services.router.sessions.store import document_key
 from kvferry.services.router.turn.attempt import TurnRequest
+from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ContextLengthExceeded, DocumentNotFound, InvalidRequest
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams
+
+
+class DocumentRequest(StrictModel):
+    """POST /v1/documents."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    id: SessionId | None = None
+    ttl_s: TtlS | None = None
+    pin: bool = False
+    priority: Priority = 0
+    kv_compression: KvCompression | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +46,16 @@ class NamedDocuments:
     """The documents that a request names.
 
     Attributes:
+        preamble: None leaves the session's; that of no documents means none.
         history: the first one, whose KV the session may begin with.
         prefill_addresses: workers that may have that KV.
         compression: of the first one that has any.
     """
 
-    preamble: Preamble
-    history: SessionKey
-    prefill_addresses: tuple[str, ...]
-    compression: KvCompression | None
+    preamble: Preamble | None = None
+    history: SessionKey | None = None
+    prefill_addresses: tuple[str, ...] = ()
+    compression: KvCompression | None = None
 
 
 async def create(
@@ -56,7 +73,7 @@ async def create(
             f"{model.max_model_len}",
             param="text",
         )
-    chosen = await services.plans.choose(compression, token_ids, model, answer_tokens=1)
+    plan = (await services.plans.choose(compression, token_ids, model)).plan
     async with services.sessions.lease(key, needs_record=False) as lease:
         earlier = lease.record.prefill_addresses if lease.record is not None else ()
         record = SessionRecord(
@@ -75,7 +92,7 @@ async def create(
             request_id=request_id,
             model=model,
             prompt_token_ids=token_ids,
-            plan=chosen.plan,
+            plan=plan,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             deadline_s=asyncio.get_running_loop().time() + services.config.request_timeout_s,
             owner=key.owner,
@@ -83,7 +100,7 @@ async def create(
             prefer_prefill=earlier,
             priority=body.priority,
         )
-        stats = await services.runner.run(turn)
+        stats = await Turn(services.runner, turn).run()
         addresses = tuple(dict.fromkeys((stats.prefill_address, *earlier)))
         is_current = False
         try:
@@ -93,10 +110,12 @@ async def create(
 
 
 async def named(services: Services, owner: str, document_ids: Sequence[str]) -> NamedDocuments:
-    """The documents of a request's `document_ids`, of which there is at least one.
+    """The documents of a request's `document_ids`.
 
     Raises: InvalidRequest where there is no such document.
     """
+    if not document_ids:
+        return NamedDocuments(preamble=Preamble())
     keys = [document_key(owner, document_id) for document_id in document_ids]
     try:
         records = [await services.sessions.get(key) for key in keys]
@@ -120,6 +139,5 @@ async def first_prompt(
 
     Raises: InvalidRequest with `param`.
     """
-    named_ones = await named(services, owner, request.document_ids) if request.document_ids else None
-    preamble = named_ones.preamble if named_ones is not None else None
-    return await services.prompts.build(request, None, model, work, preamble, is_counted=True)
+    documents = await named(services, owner, request.document_ids or ())
+    return await services.prompts.build(request, None, model, work, documents.preamble, is_counted=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import (
     AgentHint,
     CacheControl,
@@ -15,6 +16,7 @@ from kvferry.services.router.completion.engine_fields import (
     EngineFields,
 )
 from kvferry.services.router.completion.requests import (
+    ChatRequest,
     Content,
     ContentPart,
     ReadableContent,
@@ -23,9 +25,9 @@ from kvferry.services.router.completion.requests import (
     text_of,
 )
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import MAX_TOOLS, OtherTool, ToolName
-from kvferry.services.router.completion.translation import Names, Translation, chat_request
-from kvferry.services.router.http.body import ClientModel, Range, Unsupported
+from kvferry.services.router.completion.tools import MAX_TOOLS, LeftOut, ToolName
+from kvferry.services.router.completion.translation import Names, chat_request
+from kvferry.services.router.http.body import ClientModel, Range
 from kvferry.services.router.sessions.record import SessionId
 
 _NAMES = {
@@ -68,16 +70,6 @@ class ThinkingBlock(ClientModel):
     thinking: str
 
 
-class LeftOutBlock(ClientModel):
-    """What another server said to itself, or did with its own tools; the model does not get to know it."""
-
-    type: str
-
-    @property
-    def left_out(self) -> str:
-        return self.type
-
-
 _KINDS = ("text", "tool_use", "tool_result", "thinking")
 _LEFT_OUT = ("redacted_thinking", "server_tool_use", "compaction")
 
@@ -96,7 +88,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[LeftOutBlock, Tag("left_out")],
+    | Annotated[LeftOut, Tag("left_out")],
     Discriminator(_kind, custom_error_type="rule", custom_error_message="must be a block with a type"),
 ]
 
@@ -134,7 +126,7 @@ def _tool_kind(tool: Any) -> str:
 ClientTools = Annotated[
     list[
         Annotated[
-            Annotated[ClientTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+            Annotated[ClientTool, Tag("custom")] | Annotated[LeftOut, Tag("other")],
             Discriminator(_tool_kind),
         ]
     ],
@@ -198,6 +190,8 @@ class ContextManagement(ClientModel):
 class PromptFields(ClientModel):
     """What decides an Anthropic prompt. One that ends with an answer has it continued."""
 
+    refused = refused_fields.OF_TOKEN_COUNTS
+
     model: str
     messages: Annotated[list[ClientMessage], Field(min_length=1, fail_fast=True)]
     system: ReadableContent | None = None
@@ -207,7 +201,6 @@ class PromptFields(ClientModel):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: Annotated[Any, Unsupported([])] = None
 
     @field_validator("messages")
     @classmethod
@@ -224,14 +217,15 @@ class CountTokensRequest(PromptFields, EngineFields, ChatFields):
 class MessagesRequest(PromptFields, EngineFields, ChatFields, StructuredField):
     """POST /v1/messages."""
 
+    refused = refused_fields.OF_MESSAGES
+
     max_tokens: Annotated[int, Range(1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
     session_id: SessionId | None = None
-    container: Annotated[Any, Unsupported()] = None
 
 
-def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
-    """The request as a chat request.
+def translate(body: MessagesRequest | CountTokensRequest) -> tuple[ChatRequest, Names]:
+    """The request as a chat request, and what the fields of that are called in the client's.
 
     Raises: InvalidRequest naming the field.
     """
@@ -270,7 +264,8 @@ def translate(body: MessagesRequest | CountTokensRequest) -> Translation:
         fields["max_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences
         fields["session_id"] = body.session_id
-    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
+    names = Names(messages=origins, tools=list(tools), fields=_NAMES)
+    return chat_request(body, fields, names), names
 
 
 def _effort(body: PromptFields) -> str | None:

@@ -1,75 +1,67 @@
-"""Fields of OpenAI's, vLLM's and SGLang's requests that would change the answer, and that this server lacks.
+"""Fields of other servers' requests that would change the answer, and that this server lacks.
 
-They are accepted with the values that ask for nothing, and otherwise refused by name. All other fields that
-no type here has are ignored, and named in the answer's `X-Ignored-Fields`.
+Each has the values that ask for nothing, which are accepted; with others the request is refused by the
+field's name. All other fields that no type here has are ignored, and named in the answer's
+`X-Ignored-Fields`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from kvferry.services.router.http.body import Refused
 
-from kvferry.services.router.http.body import ClientModel, Unsupported
-
-
-class RefusedFields(ClientModel):
-    """Of both endpoints."""
-
+_OF_COMPLETIONS: Refused = {
     # OpenAI
-    modalities: Annotated[Any, Unsupported(["text"], [])] = None
-    audio: Annotated[Any, Unsupported()] = None
-    moderation: Annotated[Any, Unsupported()] = None
-    web_search_options: Annotated[Any, Unsupported()] = None
-    functions: Annotated[Any, Unsupported([])] = None
-    function_call: Annotated[Any, Unsupported("none", "auto")] = None
-    suffix: Annotated[Any, Unsupported("")] = None
-
+    "modalities": (["text"], []),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
     # of both vLLM and SGLang, or of one of them
-    use_beam_search: Annotated[Any, Unsupported(False)] = None
-    skip_special_tokens: Annotated[Any, Unsupported(True)] = None
-    detokenize: Annotated[Any, Unsupported(True)] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported()] = None
-    logprob_token_ids: Annotated[Any, Unsupported([])] = None
-    allowed_token_ids: Annotated[Any, Unsupported()] = None
-    bad_words: Annotated[Any, Unsupported([])] = None
-    logits_processors: Annotated[Any, Unsupported([])] = None
-    custom_logit_processor: Annotated[Any, Unsupported()] = None
-    custom_params: Annotated[Any, Unsupported({})] = None
-    stop_regex: Annotated[Any, Unsupported([], "")] = None
-    repetition_detection: Annotated[Any, Unsupported()] = None
-    watermarking: Annotated[Any, Unsupported(False)] = None
-    lora_path: Annotated[Any, Unsupported()] = None
-    session_params: Annotated[Any, Unsupported({})] = None
-    input_ids: Annotated[Any, Unsupported()] = None
-    return_tokens_as_token_ids: Annotated[Any, Unsupported(False)] = None
-    return_prompt_text: Annotated[Any, Unsupported(False)] = None
-    return_hidden_states: Annotated[Any, Unsupported(False)] = None
-    return_routed_experts: Annotated[Any, Unsupported(False)] = None
-    return_cached_tokens_details: Annotated[Any, Unsupported(False)] = None
-    return_meta_info: Annotated[Any, Unsupported(False)] = None
-    return_prompt_token_ids: Annotated[Any, Unsupported(False)] = None
-    kv_transfer_params: Annotated[Any, Unsupported({})] = None
-    ec_transfer_params: Annotated[Any, Unsupported({})] = None
-    vllm_xargs: Annotated[Any, Unsupported({})] = None
-    bootstrap_host: Annotated[Any, Unsupported()] = None
-    bootstrap_port: Annotated[Any, Unsupported()] = None
-    bootstrap_room: Annotated[Any, Unsupported()] = None
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "watermarking", "return_tokens_as_token_ids", "return_prompt_text"),
+            *("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
+            *("return_meta_info", "return_prompt_token_ids"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
+    **dict.fromkeys(("logprob_token_ids", "bad_words", "logits_processors"), ([],)),
+    "stop_regex": ([], ""),
+    **dict.fromkeys(
+        ("custom_params", "session_params", "kv_transfer_params", "ec_transfer_params", "vllm_xargs"), ({},)
+    ),
+    **dict.fromkeys(
+        (
+            *("truncate_prompt_tokens", "allowed_token_ids", "custom_logit_processor", "lora_path"),
+            *("repetition_detection", "input_ids", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+            *("guided_whitespace_pattern", "structural_tag"),
+        ),
+        (),
+    ),
+}
 
+OF_CHATS: Refused = {
+    **_OF_COMPLETIONS,
+    **dict.fromkeys(("echo", "add_special_tokens"), (False,)),
+    "documents": ([],),
+    **dict.fromkeys(("chat_template", "task"), ()),
+}
 
-class RefusedChatFields(RefusedFields):
-    """Of the chat endpoint besides."""
+OF_TEXTS: Refused = {
+    **_OF_COMPLETIONS,
+    "add_special_tokens": (True,),
+    # the chat endpoint's
+    **dict.fromkeys(("messages", "max_completion_tokens"), ()),
+    **dict.fromkeys(("tools", "document_ids"), ([],)),
+}
 
-    echo: Annotated[Any, Unsupported(False)] = None
-    add_special_tokens: Annotated[Any, Unsupported(False)] = None
-    documents: Annotated[Any, Unsupported([])] = None
-    chat_template: Annotated[Any, Unsupported()] = None
-    task: Annotated[Any, Unsupported()] = None
+OF_RESPONSES: Refused = {
+    "truncation": ("disabled", "auto"),
+    "background": (False,),
+    "context_management": ([],),
+    **dict.fromkeys(("session_id", "conversation", "prompt", "moderation"), ()),
+}
 
-
-class RefusedTextFields(RefusedFields):
-    """Of the completions endpoint besides; the last ones are the chat endpoint's."""
-
-    add_special_tokens: Annotated[Any, Unsupported(True)] = None
-    messages: Annotated[Any, Unsupported()] = None
-    max_completion_tokens: Annotated[Any, Unsupported()] = None
-    tools: Annotated[Any, Unsupported([])] = None
-    document_ids: Annotated[Any, Unsupported([])] = None
+OF_TOKEN_COUNTS: Refused = {"mcp_servers": ([],)}
+OF_MESSAGES: Refused = {**OF_TOKEN_COUNTS, "container": ()}

@@ -1,4 +1,4 @@
-"""The bodies of POST requests as strict types with every range, and the sampling parameters they stand for.
+"""The bodies of chats as strict types with every range, and the sampling parameters they stand for.
 
 Fields of other servers that would change an answer, and that this one lacks, are in `refused_fields.py`.
 FastAPI reads bodies into these types and describes them at `/openapi.json`; `http/errors.py` words their
@@ -9,39 +9,27 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvferry.services.router.completion.engine_fields import (
-    INT31,
-    MAX_PRIORITY,
-    ChatFields,
-    EngineFields,
-    KvCompression,
-    Priority,
-    TtlS,
-)
-from kvferry.services.router.completion.refused_fields import (
-    RefusedChatFields,
-    RefusedFields,
-    RefusedTextFields,
-)
+from kvferry.services.router.completion import refused_fields
+from kvferry.services.router.completion.engine_fields import INT31, MAX_PRIORITY, ChatFields, EngineFields
 from kvferry.services.router.completion.structured import STRUCTURED, StructuredFields
-from kvferry.services.router.completion.tools import (
-    AllowedTools,
-    CallId,
-    NamedTool,
-    OtherTool,
-    Tool,
-    ToolCall,
-    Tools,
-)
-from kvferry.services.router.http.body import ClientModel, Range, StrictModel, Unsupported
+from kvferry.services.router.completion.tools import AllowedTools, CallId, NamedTool, Tool, ToolCall, Tools
+from kvferry.services.router.http.body import ClientModel, Range, Refused
 from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.chat_template import ChatMessage, normalize_role
@@ -53,6 +41,9 @@ from kvferry.shared.sampling.params import (
     ThinkingBudget,
 )
 
+if TYPE_CHECKING:
+    from kvferry.services.router.completion.texts import TextRequest
+
 _TEXT_MAX_TOKENS = 16
 _MAX_BIASES = 1024
 _OF_TOOLS = ("tool", "function", "ipython")
@@ -61,7 +52,6 @@ _READABLE = ("text", "input_text", "output_text", "reasoning_text", "summary_tex
 
 TokenId = Annotated[int, Range(0)]
 StopString = Annotated[str, StringConstraints(max_length=256)]
-_Prompt = str | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class ContentPart(ClientModel):
@@ -114,11 +104,11 @@ ReadableContent = Annotated[Content, AfterValidator(check_readable)]
 
 def text_of(content: Content | None, *, between: str = "") -> str:
     """The text of a content. A note stands for what models here cannot read."""
-    if content is None or isinstance(content, str):
+    if not isinstance(content, list):
         return content or ""
     return between.join(
-        part.readable
-        if part.readable is not None
+        text
+        if (text := part.readable) is not None
         else f"[{part.type}: left out, as the model reads text alone]"
         for part in content
     )
@@ -130,6 +120,7 @@ class Message(ClientModel):
     `reasoning_content`."""
 
     echoed = frozenset({"annotations"})
+    refused: ClassVar[Refused] = {"audio": (), "function_call": ()}
 
     role: Annotated[str, StringConstraints(max_length=64)]
     content: Annotated[Content | None, Field(validate_default=True)] = None
@@ -139,8 +130,6 @@ class Message(ClientModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    audio: Annotated[Any, Unsupported()] = None
-    function_call: Annotated[Any, Unsupported()] = None
 
     @field_validator("content")
     @classmethod
@@ -173,7 +162,7 @@ class StreamOptions(ClientModel):
     continuous_usage_stats: bool | None = None
 
 
-class CompletionFields(EngineFields, StructuredFields, RefusedFields):
+class CompletionFields(EngineFields, StructuredFields):
     """The fields of both endpoints."""
 
     stream_options: StreamOptions | None = None
@@ -198,39 +187,35 @@ class CompletionFields(EngineFields, StructuredFields, RefusedFields):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_biases(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > _MAX_BIASES:
+    def _few_biases_of_tokens(cls, value: Any) -> Any:
+        names = value if isinstance(value, dict) else {}
+        if len(names) > _MAX_BIASES:
             raise PydanticCustomError("rule", f"must have at most {_MAX_BIASES} entries")
+        if not all(name.isascii() and name.isdigit() and len(name) <= 10 for name in names):
+            raise PydanticCustomError("rule", "must map token ids of the vocabulary to biases")
         return value
 
-    @field_validator("logit_bias")
+    @model_validator(mode="wrap")
     @classmethod
-    def _bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise PydanticCustomError("rule", "must map token ids of the vocabulary to biases")
-        return value
+    def _check_rules(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        request = read(value)
+        # FastAPI gives a request that has been read already, too.
+        broken = next(request._broken_rules(), None) if isinstance(value, dict) else None
+        if broken is not None:
+            field, rule = broken
+            kind = PydanticCustomError("rule", rule)
+            error = InitErrorDetails(type=kind, loc=(field,), input=value[field])
+            raise ValidationError.from_exception_data(cls.__name__, [error])
+        return request
 
-    @field_validator("best_of")
-    @classmethod
-    def _all_are_returned(cls, value: int | None, info: Any) -> int | None:
-        if value is not None and value != (info.data.get("n") or 1):
-            raise PydanticCustomError("rule", "must equal n")
-        return value
-
-    @field_validator("prompt_logprobs")
-    @classmethod
-    def _not_streamed(cls, value: int | None, info: Any) -> int | None:
-        if value is not None and info.data.get("stream"):
-            raise PydanticCustomError("rule", "is not allowed where stream is true")
-        return value
-
-    @field_validator("stream_options")
-    @classmethod
-    def _stream_only(cls, value: StreamOptions | None, info: Any) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise PydanticCustomError("rule", "is allowed only where stream is true")
-        return value
+    def _broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Rules between several fields: a field that breaks one, and how it must be."""
+        if self.stream_options is not None and not self.stream:
+            yield "stream_options", "is allowed only where stream is true"
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            yield "best_of", "must equal n"
+        if self.prompt_logprobs is not None and self.stream:
+            yield "prompt_logprobs", "is not allowed where stream is true"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -262,8 +247,8 @@ class CompletionFields(EngineFields, StructuredFields, RefusedFields):
     @property
     def keep_s(self) -> float | None:
         """How long the prompt's KV is to be kept for one that continues it, in seconds."""
-        controls = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
-        times = [float(its.ttl) for its in controls if its is not None and its.ttl is not None]
+        hints = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
+        times = [float(hint.ttl) for hint in hints if hint is not None and hint.ttl is not None]
         return max(times, default=None)
 
     @property
@@ -291,8 +276,10 @@ class CompletionFields(EngineFields, StructuredFields, RefusedFields):
         return self.session_mode == "replace"
 
 
-class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
+class ChatRequest(CompletionFields, ChatFields):
     """POST /v1/chat/completions."""
+
+    refused = refused_fields.OF_CHATS
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Tools | None = None
@@ -304,53 +291,30 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _of_the_tools(cls, value: Any, info: Any) -> Any:
-        names = {tool.function.name for tool in _functions(info.data.get("tools"))}
-        if value == "required" and not names:
-            raise PydanticCustomError("rule", "must be none or auto where there are no functions among tools")
-        named = {value.function.name} if isinstance(value, NamedTool) else set()
-        if isinstance(value, AllowedTools):
-            named = value.names
-            if not named and value.allowed_tools.mode == "required":
-                raise PydanticCustomError("rule", "must name a function of the tools where mode is required")
+    def _broken_rules(self) -> Iterator[tuple[str, str]]:
+        yield from super()._broken_rules()
+        names = {tool.function.name for tool in self.tools or () if isinstance(tool, Tool)}
+        choice = self.tool_choice
+        named = {choice.function.name} if isinstance(choice, NamedTool) else set()
+        if choice == "required" and not names:
+            yield "tool_choice", "must be none or auto where there are no functions among tools"
+        if isinstance(choice, AllowedTools):
+            named = choice.names
+            if not named and choice.allowed_tools.mode == "required":
+                yield "tool_choice", "must name a function of the tools where mode is required"
         if not named <= names:
-            raise PydanticCustomError("rule", "must name functions of the tools")
-        return value
-
-    @field_validator("continue_final_message")
-    @classmethod
-    def _an_answer(cls, value: bool | None, info: Any) -> bool | None:
-        messages = info.data.get("messages")
-        if value and messages and (messages[-1].role != "assistant" or messages[-1].tool_calls):
-            raise PydanticCustomError("rule", "is allowed only where the last message is an answer in text")
-        return value
-
-    @field_validator("add_generation_prompt")
-    @classmethod
-    def _begins_an_answer(cls, value: bool | None, info: Any) -> bool | None:
-        continues = bool(info.data.get("continue_final_message"))
-        if value is not None and value is continues:
-            raise PydanticCustomError(
-                "rule", f"must be {str(not continues).lower()}, as an answer is to come"
-            )
-        return value
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _needs_logprobs(cls, value: int | None, info: Any) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("rule", "is allowed only where logprobs is true")
-        return value
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _one_limit(cls, value: int | None, info: Any) -> int | None:
-        other = info.data.get("max_tokens")
-        if value is not None and other is not None and value != other:
-            raise PydanticCustomError("rule", "and max_tokens differ; give one of them")
-        return value
+            yield "tool_choice", "must name functions of the tools"
+        last, continues = self.messages[-1], bool(self.continue_final_message)
+        if continues and (last.role != "assistant" or last.tool_calls):
+            yield "continue_final_message", "is allowed only where the last message is an answer in text"
+        if self.add_generation_prompt is continues:
+            wanted = str(not continues).lower()
+            yield "add_generation_prompt", f"must be {wanted}, as an answer is to come"
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
+            yield "max_completion_tokens", "and max_tokens differ; give one of them"
+        if self.top_logprobs and not self.logprobs:
+            yield "top_logprobs", "is allowed only where logprobs is true"
 
     @property
     def thinking_limit(self) -> int | None:
@@ -366,9 +330,8 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     def called_tools(self) -> list[Tool]:
         """The tools of which the answer must be calls; none where it need not."""
         choice = self.tool_choice
-        if choice == "required" or (
-            isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
-        ):
+        is_subset = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        if choice == "required" or is_subset:
             return self.shown_tools
         if isinstance(choice, NamedTool):
             return [tool for tool in self.shown_tools if tool.function.name == choice.function.name][:1]
@@ -377,7 +340,7 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     @property
     def shown_tools(self) -> list[Tool]:
         """The tools that the model gets to know."""
-        tools = _functions(self.tools)
+        tools = [tool for tool in self.tools or () if isinstance(tool, Tool)]
         if isinstance(self.tool_choice, AllowedTools):
             return [tool for tool in tools if tool.function.name in self.tool_choice.names]
         return tools
@@ -396,63 +359,6 @@ class ChatRequest(CompletionFields, ChatFields, RefusedChatFields):
     def is_whole(self) -> bool:
         answered = any(message.role == "assistant" for message in self.messages)
         return super().is_whole or (self.session_mode != "append" and answered)
-
-
-class TextRequest(CompletionFields, RefusedTextFields):
-    """POST /v1/completions. A prompt is a string or token ids; a list of prompts has the choices of each in
-    turn.
-
-    With `echo` the answer's text begins with the prompt, and `logprobs` lists the prompt's tokens too.
-    `prompt_logprobs` lists them apart from the text, as vLLM does. `max_tokens` may be 0 with either. No
-    session takes them, and the prompt is run afresh for its logprobs.
-    """
-
-    prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[int, Range(0)] | None = None
-    logprobs: Annotated[int, Range(0, 5)] | None = None
-    echo: bool | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _prompts_are_alike(cls, value: Any) -> Any:
-        if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
-            wrong = [item for item in value if not isinstance(item, str | list)]
-            if wrong:
-                raise PydanticCustomError(
-                    "rule", "must be a prompt or a list of them, each text or token ids"
-                )
-        return value
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Every prompt of a list, or the only one."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-
-    @property
-    def num_alternatives(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def num_prompt_alternatives(self) -> int | None:
-        counts = (self.logprobs if self.echo else None, self.prompt_logprobs)
-        return max((count for count in counts if count is not None), default=None)
-
-
-class DocumentRequest(StrictModel):
-    """POST /v1/documents."""
-
-    text: Annotated[str, StringConstraints(min_length=1)]
-    id: SessionId | None = None
-    ttl_s: TtlS | None = None
-    pin: bool = False
-    priority: Priority = 0
-    kv_compression: KvCompression | None = None
-
-
-def _functions(tools: Sequence[Tool | OtherTool] | None) -> list[Tool]:
-    """The tools that a model can call."""
-    return [tool for tool in tools or () if isinstance(tool, Tool)]
 
 
 def sampling_params(
@@ -480,7 +386,8 @@ def sampling_params(
             param="messages" if is_chat else "prompt",
         )
     is_prompt_alone = limit is not None and limit[1] == 0
-    if is_prompt_alone and not request.echo and request.num_prompt_alternatives is None:
+    has_echo = not isinstance(request, ChatRequest) and bool(request.echo)
+    if is_prompt_alone and not has_echo and request.num_prompt_alternatives is None:
         raise InvalidRequest(
             "max_tokens is 0; it must be at least 1 unless echo is true or prompt_logprobs is given",
             param="max_tokens",

@@ -1,19 +1,17 @@
-"""POST /v1/responses: its fields, and the chat request that they stand for.
-
-Fields of OpenAI's API that would change the answer, and that this server lacks, are `Unsupported`.
-"""
+"""POST /v1/responses: its fields, and the chat request that they stand for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
+from kvferry.services.router.completion import refused_fields
 from kvferry.services.router.completion.engine_fields import INT31, ChatFields, EngineFields
 from kvferry.services.router.completion.requests import (
+    ChatRequest,
     Content,
     Parts,
     ReadableContent,
@@ -21,9 +19,9 @@ from kvferry.services.router.completion.requests import (
     text_of,
 )
 from kvferry.services.router.completion.structured import StructuredField
-from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, OtherTool, ToolName, custom_call
-from kvferry.services.router.completion.translation import Names, Translation, chat_request
-from kvferry.services.router.http.body import ClientModel, Range, Unsupported
+from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, LeftOut, ToolName, custom_call
+from kvferry.services.router.completion.translation import Names, chat_request
+from kvferry.services.router.http.body import ClientModel, Range, Refused
 from kvferry.shared.model.chat_template import ChatMessage
 
 _NAMES = {
@@ -38,6 +36,7 @@ _NAMES = {
     "logprobs": "include",
     "messages": "input",
 }
+_ASYNC: Refused = {"async": (False,)}
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -56,16 +55,16 @@ class InputMessage(_Item):
 class InputCall(_Item):
     """A function call of an earlier answer."""
 
+    refused = _ASYNC
+
     type: Literal["function_call"]
     call_id: CallId
     name: ToolName
     namespace: str | None = None
     arguments: str
-    async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
 
     def for_chat(self) -> dict[str, Any]:
-        name = self.name if self.namespace is None else flat_name(self.namespace, self.name)
-        function = {"name": name, "arguments": self.arguments}
+        function = {"name": flat_name(self.namespace, self.name), "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
@@ -104,44 +103,25 @@ class ItemReference(ClientModel):
     id: Annotated[str, StringConstraints(max_length=256)]
 
 
-class OtherItem(ClientModel):
-    """What another server did with a tool of its own, or wrote for itself; the model does not get to know
-    it."""
-
-    type: str
-
-    @property
-    def left_out(self) -> str:
-        return self.type
-
-
 class FunctionTool(ClientModel):
     """A function that the client runs."""
+
+    refused = _ASYNC
 
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    async_: Annotated[Any, Field(alias="async"), Unsupported(False)] = None
 
-    def for_chat(self, namespace: Namespace | None = None) -> dict[str, Any]:
-        shown = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-        if namespace is not None:
-            shown["name"] = flat_name(namespace.name, self.name)
-        return {"type": "function", "function": shown}
+    def for_chat(self, namespace: str | None) -> dict[str, Any]:
+        shown = self.model_dump(include={"description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": {"name": flat_name(namespace, self.name), **shown}}
 
 
-class Namespace(ClientModel):
-    """Functions with a common prefix. The model calls them `NAMESPACE__NAME`."""
-
-    type: Literal["namespace"]
-    name: ToolName
-    tools: InnerTools
-
-
-def flat_name(namespace: str, name: str) -> str:
-    return f"{namespace}__{name}"
+def flat_name(namespace: str | None, name: str) -> str:
+    """What the model knows a function by."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _tool_kind(tool: Any) -> str | None:
@@ -151,29 +131,23 @@ def _tool_kind(tool: Any) -> str | None:
     return kind if kind in ("function", "namespace") else "other"
 
 
-_TYPED = {"custom_error_type": "rule", "custom_error_message": "must be an object with a type"}
-InnerTools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[OtherTool, Tag("other")]
-            | Annotated[OtherTool, Tag("namespace")],
-            Discriminator(_tool_kind, **_TYPED),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
-]
-ResponseTools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[Namespace, Tag("namespace")]
-            | Annotated[OtherTool, Tag("other")],
-            Discriminator(_tool_kind, **_TYPED),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
-]
+_BY_KIND = Discriminator(
+    _tool_kind, custom_error_type="rule", custom_error_message="must be an object with a type"
+)
+_Plain = Annotated[FunctionTool, Tag("function")] | Annotated[LeftOut, Tag("other")]
+_InnerTool = Annotated[_Plain | Annotated[LeftOut, Tag("namespace")], _BY_KIND]
+
+
+class Namespace(ClientModel):
+    """Functions with a common prefix. The model calls them `NAMESPACE__NAME`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: Annotated[list[_InnerTool], Field(max_length=MAX_TOOLS)]
+
+
+_Tool = Annotated[_Plain | Annotated[Namespace, Tag("namespace")], _BY_KIND]
+ResponseTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS)]
 
 
 class InputTools(ClientModel):
@@ -214,7 +188,7 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[ItemReference, Tag("reference")]
     | Annotated[InputTools, Tag("tools")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[LeftOut, Tag("other")],
     Discriminator(
         _kind, custom_error_type="rule", custom_error_message="must be a message or an item with a type"
     ),
@@ -229,9 +203,8 @@ class ChosenFunction(ClientModel):
     name: ToolName
     namespace: str | None = None
 
-    @property
-    def flat_name(self) -> str:
-        return self.name if self.namespace is None else flat_name(self.namespace, self.name)
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": flat_name(self.namespace, self.name)}}
 
 
 class AllowedFunctions(ClientModel):
@@ -239,11 +212,10 @@ class AllowedFunctions(ClientModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction | OtherTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenFunction | LeftOut], Field(max_length=MAX_TOOLS)]
 
     def for_chat(self) -> dict[str, Any]:
-        chosen = [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
-        tools = [{"type": "function", "function": {"name": tool.flat_name}} for tool in chosen]
+        tools = [tool.for_chat() for tool in self.tools if isinstance(tool, ChosenFunction)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
 
 
@@ -284,6 +256,8 @@ Metadata = Annotated[
 class ResponseRequest(EngineFields, ChatFields, StructuredField):
     """POST /v1/responses. With `store`, which is true unless given, the response is a turn of a session."""
 
+    refused = refused_fields.OF_RESPONSES
+
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -299,13 +273,6 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
     metadata: Metadata | None = None
-    truncation: Annotated[Any, Unsupported("disabled", "auto")] = None
-    session_id: Annotated[Any, Unsupported()] = None
-    background: Annotated[Any, Unsupported(False)] = None
-    conversation: Annotated[Any, Unsupported()] = None
-    prompt: Annotated[Any, Unsupported()] = None
-    context_management: Annotated[Any, Unsupported([])] = None
-    moderation: Annotated[Any, Unsupported()] = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -318,18 +285,18 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def is_stored(self) -> bool:
         return self.store is not False
 
-    def every_tool(self) -> Iterator[tuple[str, Namespace | None, FunctionTool | OtherTool]]:
+    def every_tool(self) -> Iterator[tuple[str, str | None, FunctionTool | LeftOut]]:
         """Those of `tools`, then those of the input's items, each with its field and namespace."""
         items = () if isinstance(self.input, str) else self.input
         lists = [("tools", self.tools or [])]
         lists += [
-            (f"input[{n}].tools", its.tools) for n, its in enumerate(items) if isinstance(its, InputTools)
+            (f"input[{n}].tools", item.tools) for n, item in enumerate(items) if isinstance(item, InputTools)
         ]
         for field, tools in lists:
             for index, tool in enumerate(tools):
                 if isinstance(tool, Namespace):
-                    for inner, its in enumerate(tool.tools):
-                        yield f"{field}[{index}].tools[{inner}]", tool, its
+                    for number, inner in enumerate(tool.tools):
+                        yield f"{field}[{index}].tools[{number}]", tool.name, inner
                 else:
                     yield f"{field}[{index}]", None, tool
 
@@ -337,24 +304,21 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
     def namespaced(self) -> dict[str, tuple[str, str]]:
         """Namespace and name of the functions that the model knows by another name."""
         return {
-            flat_name(space.name, tool.name): (space.name, tool.name)
+            flat_name(space, tool.name): (space, tool.name)
             for _, space, tool in self.every_tool()
             if space is not None and isinstance(tool, FunctionTool)
         }
 
-    @property
-    def has_logprobs(self) -> bool:
-        return _LOGPROBS in (self.include or ())
 
-
-def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translation:
-    """The request as a chat request with the whole conversation.
+def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[ChatRequest, Names]:
+    """The request as a chat request with the whole conversation, and what the fields of that are called in
+    the client's.
 
     Args: before: what the previous response's conversation has, without its instructions.
 
     Raises: InvalidRequest naming the field.
     """
-    messages: list[dict[str, Any]] = [_shown(message) for message in before]
+    messages: list[Mapping[str, Any]] = [message.for_template() for message in before]
     origins = ["previous_response_id"] * len(messages)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -374,30 +338,20 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> Translati
         "session_mode": "replace",
         "tools": list(tools.values()) or None,
         "tool_choice": body.tool_choice,
-        "logprobs": body.has_logprobs or None,
+        "logprobs": _LOGPROBS in (body.include or ()) or None,
         "top_logprobs": body.top_logprobs,
         "stop": body.stop,
         "ignore_eos": body.ignore_eos,
     }
-    if isinstance(body.tool_choice, ChosenFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.flat_name}}
-    elif isinstance(body.tool_choice, AllowedFunctions):
+    if isinstance(body.tool_choice, ChosenFunction | AllowedFunctions):
         fields["tool_choice"] = body.tool_choice.for_chat()
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = body.text.format.for_chat()
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         fields["thinking_token_budget"] = body.reasoning.max_tokens
-    return chat_request(body, fields, Names(messages=origins, tools=list(tools), fields=_NAMES))
-
-
-def _shown(message: ChatMessage) -> dict[str, Any]:
-    """A recorded message as a request has it."""
-    return {
-        "role": message.role,
-        "content": message.content,
-        **(json.loads(message.fields) if message.fields else {}),
-    }
+    names = Names(messages=origins, tools=list(tools), fields=_NAMES)
+    return chat_request(body, fields, names), names
 
 
 def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -409,7 +363,7 @@ def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     answer: dict[str, Any] = {}
     origin = ""
     for index, item in enumerate(items):
-        if isinstance(item, InputTools | OtherItem | ItemReference):
+        if isinstance(item, InputTools | LeftOut | ItemReference):
             continue
         is_call = isinstance(item, InputCall | InputCustomCall)
         is_message = isinstance(item, InputMessage)

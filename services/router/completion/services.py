@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.services.router.completion.inputs import PlanChooser, PromptBuilder
+from kvferry.services.router.completion.compression import PlanChooser
+from kvferry.services.router.completion.prompts import PromptBuilder
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.access import KeyLimits
 from kvferry.services.router.http.large_work import LargeWork
 from kvferry.services.router.sessions.implicit import ImplicitSessions
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
-from kvferry.services.router.turn.turn import TurnRunner
+from kvferry.services.router.turn.runner import TurnRunner
 from kvferry.shared.telemetry.metrics import RouterMetrics
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 from pydantic_core import from_json
 
 from kvferry.services.router.completion.tools import Tool
-from kvferry.services.router.http.body import ClientModel, Unsupported
+from kvferry.services.router.http.body import ClientModel, Refused
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import Grammar
@@ -22,6 +22,7 @@ _NAMED = "response_format.json_schema.schema"
 JSON_OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
 _Text = Annotated[str, StringConstraints(min_length=1)]
 _Schema = dict[str, Any]
+_Kind = Literal["json_schema", "choice", "regex", "grammar"]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=4096)]
 
 
@@ -44,15 +45,17 @@ class ResponseFormat(ClientModel):
 class StructuredOutputs(ClientModel):
     """vLLM's; exactly one of the first five."""
 
+    refused: ClassVar[Refused] = {
+        **dict.fromkeys(("structural_tag", "whitespace_pattern"), ()),
+        "disable_additional_properties": (False,),
+    }
+
     json_: Annotated[_Schema | _Text | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: _Text | None = None
     choice: _Choices | None = None
     grammar: _Text | None = None
-    structural_tag: Annotated[Any, Unsupported()] = None
-    whitespace_pattern: Annotated[Any, Unsupported()] = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Annotated[Any, Unsupported(False)] = None
 
 
 class StructuredField(ClientModel):
@@ -69,8 +72,6 @@ class StructuredFields(StructuredField):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
-    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
-    structural_tag: Annotated[Any, Unsupported()] = None
     json_schema: _Text | None = None
     regex: _Text | None = None
     ebnf: _Text | None = None
@@ -122,51 +123,38 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
             yield "response_format", JSON_OBJECT
         case ResponseFormat(type="json_schema", json_schema=named):
             if named is None or named.schema_ is None:
-                raise InvalidRequest(
-                    "response_format.json_schema.schema is missing",
-                    param="response_format.json_schema.schema",
-                )
-            yield "response_format.json_schema.schema", _schema(named.schema_)
+                raise InvalidRequest(f"{_NAMED} is missing", param=_NAMED)
+            yield _NAMED, _grammar("json_schema", named.schema_)
     given = request.structured_outputs or StructuredOutputs()
-    is_compact = bool(given.disable_any_whitespace)
-    if given.json_object:
-        yield "structured_outputs.json_object", _schema({"type": "object"}, is_compact=is_compact)
-    for name, schema in (
-        ("structured_outputs.json", given.json_),
-        ("guided_json", request.guided_json),
-        ("json_schema", request.json_schema),
-    ):
-        if schema is not None:
-            yield name, _schema(schema, is_compact=is_compact)
-    for name, choices in (
-        ("structured_outputs.choice", given.choice),
-        ("guided_choice", request.guided_choice),
-    ):
-        if choices is not None:
-            yield name, Grammar(kind="choice", text=json.dumps(choices, ensure_ascii=False))
-    for name, regex in (
-        ("structured_outputs.regex", given.regex),
-        ("guided_regex", request.guided_regex),
-        ("regex", request.regex),
-    ):
-        if regex is not None:
-            yield name, Grammar(kind="regex", text=regex)
-    for name, text in (
-        ("structured_outputs.grammar", given.grammar),
-        ("guided_grammar", request.guided_grammar),
-        ("ebnf", request.ebnf),
-    ):
-        if text is not None:
-            yield name, Grammar(kind="grammar", text=text)
+    asked: tuple[tuple[str, _Kind, Any], ...] = (
+        ("structured_outputs.json_object", "json_schema", {"type": "object"} if given.json_object else None),
+        ("structured_outputs.json", "json_schema", given.json_),
+        ("guided_json", "json_schema", request.guided_json),
+        ("json_schema", "json_schema", request.json_schema),
+        ("structured_outputs.choice", "choice", given.choice),
+        ("guided_choice", "choice", request.guided_choice),
+        ("structured_outputs.regex", "regex", given.regex),
+        ("guided_regex", "regex", request.guided_regex),
+        ("regex", "regex", request.regex),
+        ("structured_outputs.grammar", "grammar", given.grammar),
+        ("guided_grammar", "grammar", request.guided_grammar),
+        ("ebnf", "grammar", request.ebnf),
+    )
+    for name, kind, value in asked:
+        if value is not None:
+            yield name, _grammar(kind, value, is_compact=bool(given.disable_any_whitespace))
 
 
-def _schema(schema: dict[str, Any] | str, *, is_compact: bool = False) -> Grammar:
-    """Raises: InvalidRequest where a text is no JSON."""
-    if is_compact:
+def _grammar(kind: _Kind, value: Any, *, is_compact: bool = False) -> Grammar:
+    """Args: value: the grammar's text, or the JSON value that is its text.
+
+    Raises: InvalidRequest where a schema is to be compact and is no JSON.
+    """
+    if is_compact and kind == "json_schema":
         try:
-            value = from_json(schema) if isinstance(schema, str) else schema
+            schema = from_json(value) if isinstance(value, str) else value
         except ValueError as error:
             raise InvalidRequest(f"structured_outputs.json is no JSON: {error}") from None
-        return Grammar(kind="lark", text=f"start: %json {guided_json(value, is_compact=True)}")
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return Grammar(kind="json_schema", text=text)
+        return Grammar(kind="lark", text=f"start: %json {guided_json(schema, is_compact=True)}")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return Grammar(kind=kind, text=text)

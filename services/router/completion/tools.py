@@ -34,8 +34,9 @@ class Tool(ClientModel):
         return {"type": "function", "function": {"description": "", "parameters": {}, **shown}}
 
 
-class OtherTool(ClientModel):
-    """A tool that the client does not run, or that takes no JSON: the model does not get to know it."""
+class LeftOut(ClientModel):
+    """What the model does not get to know: a tool that the client does not run, or that takes no JSON; what
+    another server did with a tool of its own, or wrote for itself."""
 
     type: str
 
@@ -53,7 +54,7 @@ def is_function(tool: Any) -> str:
 Tools = Annotated[
     list[
         Annotated[
-            Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(is_function)
+            Annotated[Tool, Tag("function")] | Annotated[LeftOut, Tag("other")], Discriminator(is_function)
         ]
     ],
     Field(max_length=MAX_TOOLS),
@@ -73,7 +74,7 @@ class NamedTool(ClientModel):
 
 class ToolSubset(ClientModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool | OtherTool], Field(max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool | LeftOut], Field(max_length=MAX_TOOLS)]
 
 
 class AllowedTools(ClientModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -30,9 +30,9 @@ class Names:
             a tool's begin with a point.
     """
 
-    messages: Sequence[str]
-    tools: Sequence[str]
-    fields: Mapping[str, str]
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, param: str) -> str:
         """The client's name of a chat request's field."""
@@ -50,9 +50,8 @@ class Names:
 
     def told(self, error: ErrorT) -> ErrorT:
         """The error, about the client's own field."""
-        if error.param is None:
+        if error.param is None or (param := self.name(error.param)) == error.param:
             return error
-        param = self.name(error.param)
         return type(error)(
             error.message.replace(error.param, param),
             param=param,
@@ -61,15 +60,7 @@ class Names:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Translation:
-    """A request as a chat request."""
-
-    chat: ChatRequest
-    names: Names
-
-
-def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) -> Translation:
+def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) -> ChatRequest:
     """The chat request of these fields and of those that every API has.
 
     Raises: InvalidRequest naming the client's field.
@@ -78,10 +69,9 @@ def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) ->
     given = {name: value for name, value in fields.items() if value is not None}
     whole = {**{name: getattr(body, name) for name in same}, **given}
     try:
-        chat = validated(whole)
+        return validated(whole)
     except InvalidRequest as error:
         raise names.told(error) from None
-    return Translation(chat=chat, names=names)
 
 
 def validated(fields: Mapping[str, Any]) -> ChatRequest:
@@ -89,5 +79,5 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        errors = [{**its, "loc": ("body", *its["loc"])} for its in error.errors()]
+        errors = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
         raise wrong_field(RequestValidationError(errors, body=fields)) from None

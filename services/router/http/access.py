@@ -9,7 +9,10 @@
     bytes_per_minute = 50000000       # of requests' bodies
     max_concurrent = 4                # requests at the same time, at each router
 
-Counts of a minute are shared by the routers of one Redis. A router that cannot reach it counts by itself.
+Counts of a minute are shared by the routers of one Redis. A router that cannot reach it counts by itself. A
+minute begins with the first use that is counted in it. Each count is one key in Redis:
+
+    kvferry:limits:{<owner>}:<what>    number, which expires with its minute
 """
 
 from __future__ import annotations
@@ -22,18 +25,33 @@ import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvferry.services.router.http.key_counts import KeyCounts
-from kvferry.shared.errors import CapacityExceeded, ConfigurationError
+from kvferry.shared.errors import CapacityExceeded, ConfigurationError, StoreUnavailable
+from kvferry.shared.history.redis_client import AsyncRedisLink, RedisOptions
 from kvferry.shared.process.freeing_rate import FreeingRate
 
 Scope = Literal["chat", "metrics", "admin"]
 
 _MAX_FILE_BYTES = 4 << 20
+_WINDOW_S = 60.0
+_REDIS_TIMEOUT_S = 0.5
+_MAX_COUNTS = 10_000
+"""Counts in memory; beyond it those of past minutes are dropped."""
+_ADD = """
+local used, left_ms = redis.call('INCRBY', KEYS[1], ARGV[1]), redis.call('PTTL', KEYS[1])
+if left_ms < 0 then
+  left_ms = tonumber(ARGV[2])
+  redis.call('PEXPIRE', KEYS[1], left_ms)
+end
+return {used, left_ms}
+"""
+_log = structlog.get_logger(__name__)
 
 _Limit = Annotated[int, Field(ge=1)]
 
@@ -63,7 +81,7 @@ class _Content(BaseModel):
     @model_validator(mode="after")
     def _distinct(self) -> _Content:
         for field in ("name", "hash"):
-            values = [getattr(its, field) for its in self.key]
+            values = [getattr(key, field) for key in self.key]
             if len(set(values)) < len(values):
                 raise ValueError(f"two keys have the same {field}")
         return self
@@ -103,8 +121,8 @@ class KeyFile:
 
     def find(self, digest: str) -> ApiKey | None:
         """The key with this SHA-256. Every key is compared, in constant time."""
-        same = [hmac.compare_digest(its.hash, f"sha256:{digest}") for its in self.keys]
-        return next((its for its, found in zip(self.keys, same, strict=True) if found), None)
+        same = [hmac.compare_digest(key.hash, f"sha256:{digest}") for key in self.keys]
+        return next((key for key, found in zip(self.keys, same, strict=True) if found), None)
 
 
 def new_key(name: str) -> tuple[str, str]:
@@ -122,20 +140,36 @@ def new_key(name: str) -> tuple[str, str]:
     return key, f'[[key]]\nname = "{name}"\nhash = "{entry["hash"]}"\nscopes = ["chat"]\n'
 
 
+@dataclass
+class Count:
+    """What a key has used in this minute, which ends at `ends_s` on the clock of `time.monotonic`."""
+
+    used: int
+    ends_s: float
+
+
 class KeyLimits:
     """Counts what the keys of a file use, by their owners' digests."""
 
     def __init__(self, file: KeyFile, *, redis_url: str) -> None:
-        """Args: redis_url: of the Redis in which routers count together; "" counts here."""
+        """Args: redis_url: of the Redis in which routers count together; "" counts here.
+
+        Raises: ConfigurationError: `redis_url` is not a Redis URL.
+        """
         self._file = file
         self._running: Counter[str] = Counter()
         self._ended: dict[str, FreeingRate] = {}
         """Requests of keys whose number at a time is limited, which are as many as the file ever had."""
-        self._counts = KeyCounts(redis_url)
+        self._counts: dict[tuple[str, str], Count] = {}
+        self._redis: AsyncRedisLink | None = None
+        if redis_url:
+            options = RedisOptions(url=redis_url, timeout_s=_REDIS_TIMEOUT_S, max_attempts=2)
+            self._redis = AsyncRedisLink(options)
 
     async def close(self) -> None:
         """Close the connections to Redis."""
-        await self._counts.close()
+        if self._redis is not None:
+            await self._redis.close()
 
     def name(self, owner: str) -> str:
         """The name of a caller's key; "" for one that is not in the file."""
@@ -178,15 +212,35 @@ class KeyLimits:
     async def count_tokens(self, owner: str, num_tokens: int) -> None:
         """Count a request's tokens at its end; the next request is refused if they were too many."""
         if (key := self._file.find(owner)) is not None and key.tokens_per_minute is not None:
-            await self._counts.add(owner, "tokens", num_tokens)
+            await self._add(owner, "tokens", num_tokens)
 
     async def _count(self, owner: str, what: str, limit: int | None, cost: int) -> None:
         if limit is None:
             return
-        count = await self._counts.add(owner, what, cost)
+        count = await self._add(owner, what, cost)
         if count.used > limit or (cost == 0 and count.used == limit):
             raise CapacityExceeded(
                 f"This key has used its {limit} {what} of this minute",
                 reason=f"key_{what}",
                 retry_after_s=max(1.0, count.ends_s - time.monotonic()),
             )
+
+    async def _add(self, owner: str, what: str, amount: int) -> Count:
+        """Count; returns what this minute's count is now. Where Redis is away, it is this router's own."""
+        if self._redis is not None:
+            key, window_ms = f"kvferry:limits:{{{owner}}}:{what}", int(_WINDOW_S * 1000)
+            try:
+                used, left_ms = await self._redis.call(
+                    lambda client: client.eval(_ADD, 1, key, amount, window_ms)
+                )
+                return Count(int(used), time.monotonic() + left_ms / 1000)
+            except StoreUnavailable as error:
+                _log.warning("keys' use is counted by this router alone", error=error.message)
+        now_s = time.monotonic()
+        if len(self._counts) >= _MAX_COUNTS:
+            self._counts = {key: count for key, count in self._counts.items() if count.ends_s > now_s}
+        count = self._counts.get((owner, what))
+        if count is None or count.ends_s <= now_s:
+            count = self._counts[owner, what] = Count(0, now_s + _WINDOW_S)
+        count.used += amount
+        return count

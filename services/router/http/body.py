@@ -1,4 +1,4 @@
-"""Bodies of requests: the caller's key is checked, the body is read as strict JSON, and fields have types
+"""Bodies of requests: it is checked who calls, the body is read as strict JSON, and fields have types
 whose errors name what is allowed.
 
 Routes are FastAPI's; `errors.py` words what their fields' types refuse.
@@ -9,25 +9,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema, from_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.access import KeyFile, Scope
 from kvferry.services.router.http.errors import UNKNOWN_FIELD, describe
 from kvferry.services.router.http.large_work import SMALL_BYTES, BodyWork
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
+from kvferry.shared.process.serving import parse_address
 
 # ---- routes ----------------------------------------------------------------------------------------------
 
@@ -38,20 +43,24 @@ class Authenticator:
 
     Without keys that may chat anyone may, but sessions still belong to the key that was sent.
 
-    Args:
-        api_keys: keys that may do everything.
-        file: further keys.
+    Args: file: keys beside those of `api_keys`, which may do everything.
     """
 
-    def __init__(self, api_keys: Iterable[str], file: KeyFile | None = None) -> None:
-        self._digests = tuple(_digest(key) for key in api_keys)
+    def __init__(self, config: RouterConfig, file: KeyFile | None) -> None:
+        self._digests = tuple(_digest(key) for key in split_list(config.api_keys))
         self._file = file
         self._closed: set[Scope] = set()
+        self._origins = split_list(config.cors_origins)
+        hosts = split_list(config.allowed_hosts)
+        # over TLS, a page elsewhere has no certificate for its name here
+        self._any_host = bool(config.tls_cert) or "*" in hosts
+        listen, _ = parse_address("listen", config.listen)
+        self._hosts = {name.lower() for name in (*hosts, listen, socket.gethostname())}
 
     def is_open(self, scope: Scope) -> bool:
         """Whether no key is needed: there is none for this, and there never was."""
         in_file = self._file.keys if self._file is not None else ()
-        if self._digests or any(its.allows(scope) for its in in_file):
+        if self._digests or any(key.allows(scope) for key in in_file):
             self._closed.add(scope)  # a file whose last key is removed lets nobody in
         return scope not in self._closed
 
@@ -98,6 +107,55 @@ class Authenticator:
         elif not self.is_open("chat"):
             raise PermissionDenied("No key of api_keys_file is for admin, which is needed", reason="scope")
 
+    def check_host(self, headers: Headers) -> None:
+        """Check the host that a request names, where no key is needed.
+
+        A page elsewhere can have its own name point to an address of this machine or network (DNS rebinding).
+        Its browser then takes this server for the page's own, and lets it read answers. It cannot have a name
+        that only the network itself gives out, or an address, and not a certificate for this server.
+
+        Raises: PermissionDenied.
+        """
+        if self._any_host or not self.is_open("chat"):
+            return
+        host = headers.get("host", "")  # browsers always send one
+        name, colon, port = host.rpartition(":")
+        name = (name if colon and port.isdigit() else host).strip("[]").rstrip(".").lower()
+        if name in self._hosts or _is_local(name):
+            return
+        raise PermissionDenied(
+            f"The request is for the host {name[:100]!r}. Without API keys this server answers only those "
+            "for an address, a name of the local network, or one of --allowed-hosts",
+            reason="host",
+        )
+
+    def check_origin(self, headers: Headers) -> None:
+        """Check which site's page a request comes from: one of another site can make a browser send a POST
+        without asking this server first. Programs send neither header.
+
+        Raises: PermissionDenied: it is none of `cors_origins`.
+        """
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+        if "*" in self._origins or origin in self._origins:
+            return
+        is_other = bool(origin) and urlsplit(origin).netloc != headers.get("host", "")
+        if is_other or site in ("cross-site", "same-site"):
+            raise PermissionDenied(f"The request comes from a page of another site: {(origin or site)[:200]}")
+
+
+_PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".svc")
+"""Ends of names that no public server resolves."""
+
+
+def _is_local(name: str) -> bool:
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name.endswith(_PRIVATE)
+    return True
+
 
 class KeyedRoute(APIRoute):
     """A route that needs a key, by the `Authenticator` at `app.state.auth`; `request.state.owner` is the
@@ -109,23 +167,22 @@ class KeyedRoute(APIRoute):
         async def checked(request: Request) -> Response:
             if request.method != "POST":  # the key of a request with a body is checked before that is read
                 request.state.owner = request.app.state.auth.owner(request.headers)
-            if request.method == "POST":
-                body = await request.body()
-                services = request.app.state.services
-                is_small, work = len(body) <= SMALL_BYTES, cast(BodyWork, asyncio.to_thread)
-                if not is_small:
-                    work = partial(services.large.run, request.state.owner, len(body))
-                request.state.work = work
-                read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
-                # The event loop would stand still while it reads a large one.
-                fields, unknown = read() if is_small else await work(read)
-                if unknown and services.config.strict_fields:
-                    raise InvalidRequest(
-                        f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
-                    )
-                request.state.record.ignored.update(unknown)
-                request = _JsonRequest(request, fields)
-            return await handle(request)
+                return await handle(request)
+            body = await request.body()
+            services = request.app.state.services
+            is_small, work = len(body) <= SMALL_BYTES, cast(BodyWork, asyncio.to_thread)
+            if not is_small:
+                work = partial(services.large.run, request.state.owner, len(body))
+            request.state.work = work
+            read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
+            # The event loop would stand still while it reads a large one.
+            fields, unknown = read() if is_small else await work(read)
+            if unknown and services.config.strict_fields:
+                raise InvalidRequest(
+                    f"Unknown field {describe(unknown[0])}", param=unknown[0][:128], reason=UNKNOWN_FIELD
+                )
+            request.state.record.ignored.update(unknown)
+            return await handle(_JsonRequest(request, fields))
 
         return checked
 
@@ -176,7 +233,7 @@ def check_size(body: bytes, *, max_integers: int) -> None:
     """
     # In pieces here and below, because a search of megabytes would hold Python's lock until its end.
     pieces = range(0, len(body), _SEARCHED_AT_ONCE)
-    marks = (body.count(its, at, at + _SEARCHED_AT_ONCE) for at in pieces for its in (b",", b"{", b"["))
+    marks = (body.count(mark, at, at + _SEARCHED_AT_ONCE) for at in pieces for mark in (b",", b"{", b"["))
     if sum(marks) <= MAX_VALUES:  # also where they are in texts
         return
     num_values = num_integers = begin = 0
@@ -248,6 +305,10 @@ _VALUES = re.compile(
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+Refused = Mapping[str, tuple[Any, ...]]
+"""Fields whose effect a client would miss, each with the values that ask for nothing, beside null."""
+
+
 class StrictModel(BaseModel):
     """No conversions, no unknown fields, no NaN or infinity."""
 
@@ -255,19 +316,33 @@ class StrictModel(BaseModel):
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
+    refused: ClassVar[Refused] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
+    def _check_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         # An error for each of a hundred thousand unknown fields would take seconds.
-        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        if len(value) > _MAX_FIELDS:
             raise PydanticCustomError("rule", f"must have at most {_MAX_FIELDS} fields")
+        for name, given in value.items():
+            if given is None or (neutral := cls.refused.get(name)) is None:
+                continue
+            # False is no 0, and True no 1.
+            if not any(type(other) is type(given) and other == given for other in neutral):
+                kind = PydanticCustomError("unsupported", "is not supported by this server")
+                error = InitErrorDetails(type=kind, loc=(name,), input=given)
+                raise ValidationError.from_exception_data(cls.__name__, [error])
         return value
 
 
 class ClientModel(StrictModel):
     """A part of a request of an API that others have too. Unknown fields are kept only to be named.
 
-    Attributes: echoed: fields of answers that clients send back; they change nothing and are not named.
+    Attributes:
+        echoed: fields of answers that clients send back; they change nothing and are not named.
+        refused: fields that no type has and that are refused where they ask for something.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -288,7 +363,8 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
         yield f"{path}{value.left_out}"
     elif isinstance(value, BaseModel):
         for name, given in (value.model_extra or {}).items():
-            if given is not None and not (isinstance(value, ClientModel) and name in value.echoed):
+            is_known = isinstance(value, ClientModel) and (name in value.echoed or name in value.refused)
+            if given is not None and not is_known:
                 yield f"{path}{name}"
         for name, field in type(value).model_fields.items():
             if isinstance(given := getattr(value, name), BaseModel | list):
@@ -303,10 +379,11 @@ def known_fields(value: Any) -> Any:
     """Return what was given of the fields that its models know, as JSON has it, without what they leave out:
     only that is checked, so an answer may show it."""
     if isinstance(value, list):
-        return [known_fields(its) for its in value if not (isinstance(its, ClientModel) and its.left_out)]
+        return [known_fields(item) for item in value if not (isinstance(item, ClientModel) and item.left_out)]
     if not isinstance(value, ClientModel):
         return value
     fields = {field.alias or name: getattr(value, name) for name, field in type(value).model_fields.items()}
+    fields |= {name: given for name, given in (value.model_extra or {}).items() if name in value.refused}
     return {name: known_fields(given) for name, given in fields.items() if given is not None}
 
 
@@ -366,20 +443,3 @@ def _refined(first: CoreSchema, second: CoreSchema, kind: str, message: str) -> 
     return core_schema.chain_schema(
         [first, core_schema.custom_error_schema(second, kind, custom_error_message=message)]
     )
-
-
-class Unsupported:
-    """A field whose effect a client would miss, with the values that ask for nothing."""
-
-    def __init__(self, *neutral: Any) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, value: Any) -> Any:
-        # False is no 0, and True no 1.
-        asks = [other for other in self._neutral if type(other) is type(value) and other == value]
-        if value is not None and not asks:
-            raise PydanticCustomError("unsupported", "is not supported by this server")
-        return value

@@ -155,21 +155,17 @@ def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
     path, first = max(found, key=lambda item: (len(item[0]), item[1]["type"] not in _TYPE_ERRORS))
     param, kind, message = _param_name(path)[:128], first["type"], first["msg"]
     value = describe(first["input"])
-    if kind == "missing":
-        text = f"{param} is missing"
-    elif kind == "extra_forbidden":
-        text = f"Unknown field {describe(param)}"
-    elif kind == "unsupported":
-        text = f"{param} {message}"
-    elif kind == "range":
-        text = f"{param} is {value}; it must be {message}"
-    elif kind == "rule":
-        text = f"{param} {message} (given: {value})"
-    elif kind in _TYPE_ERRORS | _LITERAL_TYPES:
-        rules = dict.fromkeys(_rule(error) for other, error in found if other == path)
-        text = f"{param} is {value}; it must be {' or '.join(rules)}"
-    else:
-        text = f"{param} is not allowed: {message} (given: {value})"
+    if kind in _TYPE_ERRORS | _LITERAL_TYPES:
+        kind, rules = "range", dict.fromkeys(_rule(error) for other, error in found if other == path)
+        message = " or ".join(rules)
+    texts = {
+        "missing": f"{param} is missing",
+        "extra_forbidden": f"Unknown field {describe(param)}",
+        "unsupported": f"{param} {message}",
+        "range": f"{param} is {value}; it must be {message}",
+        "rule": f"{param} {message} (given: {value})",
+    }
+    text = texts.get(kind, f"{param} is not allowed: {message} (given: {value})")
     return InvalidRequest(text, param=param, reason=UNKNOWN_FIELD if kind == "extra_forbidden" else "")
 
 

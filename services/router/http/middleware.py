@@ -1,28 +1,23 @@
 """Middleware around every request: its id, its log line, the limits on what a client may send, and its
 errors.
 
-    BoundedH11Protocol (head) ─► PlainRequestMiddleware (path, method) ─► RequestMiddleware (id, log, errors)
+    BoundedH11Protocol (head) ─► RequestMiddleware (path, method, id, log, errors)
     ─► LimitsMiddleware (sizes) ─► routes
 
-Everything inside may raise errors of `shared.errors`; only here do they become HTTP answers. uvicorn's own
-protocol has no deadline for a request's head, and none for clients that read nothing.
+Everything inside may raise errors of `shared.errors`; only here do they become HTTP answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import json
 import re
-import socket
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import h11
 import structlog
@@ -31,14 +26,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.access import KeyLimits
-from kvferry.services.router.http.errors import (
-    UNKNOWN_FIELD,
-    error_body,
-    error_headers,
-    error_response,
-    internal_error,
-)
+from kvferry.services.router.http.body import Authenticator
+from kvferry.services.router.http.errors import UNKNOWN_FIELD, error_response, internal_error
 from kvferry.shared.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -53,19 +44,18 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.process.freeing_rate import FreeingRate
-from kvferry.shared.process.serving import parse_address
 from kvferry.shared.telemetry.metrics import RouterMetrics
 from kvferry.shared.telemetry.tracing import context_of, entry, fail
 
+_log = structlog.get_logger(__name__)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
 _MAX_NAMES, _MAX_NAME = 64, 128
-_AS_GET = {"HEAD": "GET"}
 _CLIENT_LEFT = 499
+_LINGER_S = 1.0
 _QUEUE_FULL = "queue_full"
 REFUSED_S = 0.05
 """Much less than the second that a refused client is told to wait at least."""
-_LINGER_S = 1.0
 # Machines poll these every few seconds; a line for each would bury the rest.
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 # A body over the limit is read on for a while, so that the client has sent it and reads the answer rather
@@ -73,26 +63,6 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _DRAIN_BYTES = 64 << 20
 MAX_HELD_BYTES = 256 << 20
 """Of the bodies of one caller's running requests together."""
-
-
-class PlainRequestMiddleware:
-    """Takes doubled slashes, and one at the end, out of paths: clients put a base URL before them. Answers
-    HEAD as GET, whose body the server leaves out, and OPTIONS with nothing, which allows a browser nothing.
-
-    Paths of DELETE stay: what an empty name would delete is not what was meant.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "OPTIONS":
-            await Response(status_code=204)(scope, receive, send)
-            return
-        if scope["type"] == "http" and scope["method"] != "DELETE":
-            path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
-            scope = {**scope, "path": path, "method": _AS_GET.get(scope["method"], scope["method"])}
-        await self._app(scope, receive, send)
 
 
 @dataclass
@@ -124,23 +94,31 @@ class RequestRecord:
             self.metrics.access_denied.labels(reason=error.reason, key=key).inc()
 
 
+@dataclass(eq=False)
 class RequestMiddleware:
     """The outermost layer. The record is at `scope["state"]["record"]`.
 
-    Once the router drains, requests are refused here.
+    Takes doubled slashes, and one at the end, out of paths: clients put a base URL before them. Answers HEAD
+    as GET, whose body the server leaves out, and OPTIONS with nothing, which allows a browser nothing. Paths
+    of DELETE stay: what an empty name would delete is not what was meant. Once the router drains, requests
+    are refused here.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: RouterMetrics, drain: Drain) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._drain = drain
-        self._log = structlog.get_logger(__name__)
+    app: ASGIApp
+    metrics: RouterMetrics
+    drain: Drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        if scope["method"] == "OPTIONS":
+            await Response(status_code=204)(scope, receive, send)
             return
-        record = RequestRecord(_request_id(Headers(scope=scope)), time.perf_counter(), self._metrics, send)
+        if scope["method"] != "DELETE":
+            path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
+            scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        asked = Headers(scope=scope)
+        given = asked.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(request_id, time.perf_counter(), self.metrics, send)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -149,61 +127,35 @@ class RequestMiddleware:
                 headers["x-request-id"] = record.request_id
                 if record.ignored:
                     headers["x-ignored-fields"] = _listed(record.ignored)
-                if self._drain.has_begun:
+                if self.drain.has_begun:
                     headers["connection"] = "close"
                 record.status = message["status"]
             await send(message)
 
         counts = scope["path"] not in _QUIET_PATHS
-        self._drain.num_running += counts
+        self.drain.num_running += counts
         with contextlib.ExitStack() as stack:
             if scope["method"] == "POST":
-                name, headers = f"POST {scope['path']}", Headers(scope=scope)
-                stack.enter_context(entry(name, context_of(headers), request_id=record.request_id))
+                span = entry(f"POST {scope['path']}", context_of(asked), request_id=request_id)
+                stack.enter_context(span)
             try:
-                if self._drain.has_begun and counts:
-                    raise self._drain.refusal()
-                await self._app(scope, receive, send_with_id)
-            except KvferryError as error:
-                await self._answer(error, record, scope, receive, send_with_id)
-            except Exception:
-                self._log.exception("request failed unexpectedly", request_id=record.request_id)
-                await self._answer(internal_error(), record, scope, receive, send_with_id)
+                if self.drain.has_begun and counts:
+                    raise self.drain.refusal()
+                await self.app(scope, receive, send_with_id)
+            except Exception as failure:
+                error = failure if isinstance(failure, KvferryError) else internal_error()
+                if error is not failure:
+                    _log.exception("request failed unexpectedly", request_id=request_id)
+                record.fail(error)
+                if record.status == 0 and not isinstance(error, Cancelled):
+                    await error_response(error, scope["path"])(scope, receive, send_with_id)
             finally:
-                self._drain.num_running -= counts
-                self._finish(scope, record, time.perf_counter() - record.arrival_s)
+                self.drain.num_running -= counts
+                _log_request(scope, record)
                 if record.error is not None:
                     fail(record.error)
                     # Its frames refer to it, and to the request, which would stay until they are collected.
                     record.error.__traceback__ = None
-
-    async def _answer(
-        self, error: KvferryError, record: RequestRecord, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        record.fail(error)
-        if record.status == 0 and not isinstance(error, Cancelled):
-            await error_response(error, scope["path"])(scope, receive, send)
-
-    def _finish(self, scope: Scope, record: RequestRecord, elapsed_s: float) -> None:
-        error = record.error
-        if error is not None:
-            record.fields |= {"reason": error.reason, "param": _shown_param(error)}
-            # The message of a refused field quotes its value, which may be a prompt's text.
-            if not isinstance(error, InvalidRequest):
-                record.fields["error"] = error.message
-        client_left = isinstance(error, Cancelled)
-        if scope["path"] in _QUIET_PATHS and error is None:
-            return
-        self._log.info(
-            "request",
-            request_id=record.request_id,
-            method=scope["method"],
-            path=scope["path"],
-            status=_CLIENT_LEFT if client_left else record.status,
-            outcome="ok" if error is None else error.category,
-            elapsed_ms=round(elapsed_s * 1000, 3),
-            **record.fields,
-        )
 
 
 def _listed(names: set[str]) -> str:
@@ -212,76 +164,66 @@ def _listed(names: set[str]) -> str:
     return ", ".join([*shown, *(["..."] if len(names) > _MAX_NAMES else [])])
 
 
-def _shown_param(error: KvferryError) -> str | None:
-    """The request's field for the log: its first name alone, because those below may be the client's."""
-    if error.param is None or error.reason == UNKNOWN_FIELD:
-        return None
-    return re.split(r"[.\[]", error.param, maxsplit=1)[0]
+def _log_request(scope: Scope, record: RequestRecord) -> None:
+    error, elapsed_s = record.error, time.perf_counter() - record.arrival_s
+    if error is not None:
+        # Of a field its first name alone, because those below may be the client's.
+        param = "" if error.reason == UNKNOWN_FIELD else error.param or ""
+        record.fields |= {"reason": error.reason, "param": re.split(r"[.\[]", param)[0] or None}
+        # The message of a refused field quotes its value, which may be a prompt's text.
+        if not isinstance(error, InvalidRequest):
+            record.fields["error"] = error.message
+    elif scope["path"] in _QUIET_PATHS:
+        return
+    _log.info(
+        "request",
+        request_id=record.request_id,
+        method=scope["method"],
+        path=scope["path"],
+        status=_CLIENT_LEFT if isinstance(error, Cancelled) else record.status,
+        outcome="ok" if error is None else error.category,
+        elapsed_ms=round(elapsed_s * 1000, 3),
+        **record.fields,
+    )
 
 
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
+@dataclass(eq=False)
 class LimitsMiddleware:
     """Reads the whole body of a POST before the application gets the request, so that handlers never wait for
     a client. The key is checked before: `scope["state"]["owner"]` is the caller of a POST. Nobody reads the
     body of another request: its key is checked later, and what is kept must be a caller's.
 
-    Args:
-        owner: the caller by a request's headers; raises where they have no accepted key.
-        limits: of keys; None where there are none.
-        origins: of other sites, whose pages may use the API; "*" is any.
-        check_host: raises where the request's host is not this server's.
+    Attributes: limits: of keys; None where there are none.
 
-    Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout, PermissionDenied; what `owner` raises; Cancelled
-        where the client left; CapacityExceeded where a queue has just refused the caller, or its running
-        requests have too many bytes.
+    Raises: HeadersTooLarge, PayloadTooLarge, RequestTimeout; what `auth` raises; Cancelled: the client left;
+        CapacityExceeded: a queue has just refused the caller, or its running requests have too many bytes.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        owner: Callable[[Headers], str],
-        limits: KeyLimits | None,
-        origins: Collection[str],
-        check_host: Callable[[str], None],
-        max_header_bytes: int,
-        max_body_bytes: int,
-        read_timeout_s: float,
-    ) -> None:
-        self._app = app
-        self._check_host = check_host
-        self._origins = origins
-        self._owner = owner
-        self._limits = limits
+    app: ASGIApp
+    config: RouterConfig
+    auth: Authenticator
+    limits: KeyLimits | None
+
+    def __post_init__(self) -> None:
         self._refusals = RecentRefusals()
-        self._held_bytes: Counter[str] = Counter()
+        self._held_bytes = Counter[str]()
         """Of each caller's bodies, from their first byte to the end of the answer."""
-        self._max_header_bytes = max_header_bytes
-        self._max_body_bytes = max_body_bytes
-        self._read_timeout_s = read_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         self._check_head(scope)
         headers = Headers(scope=scope)
-        self._check_host(headers.get("host", ""))
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            _refuse_other_sites(headers, self._origins)
+        self.auth.check_host(headers)
+        if scope["method"] != "GET":
+            self.auth.check_origin(headers)
         if scope["method"] != "POST":
-            await self._app(scope, _without_body(receive), send)
+            await self.app(scope, _with_body(b"", receive), send)
             return
-        owner = scope["state"]["owner"] = self._owner(headers)
-        if self._limits is None:
+        owner = scope["state"]["owner"] = self.auth.owner(headers)
+        if self.limits is None:
             await self._handle(scope, headers, receive, send)
             return
-        scope["state"]["record"].fields["key"] = self._limits.name(owner)
-        async with self._limits.admitted(owner):
+        scope["state"]["record"].fields["key"] = self.limits.name(owner)
+        async with self.limits.admitted(owner):
             await self._handle(scope, headers, receive, send)
 
     async def _handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
@@ -289,16 +231,16 @@ class LimitsMiddleware:
         state["held_bytes"] = 0
         try:
             try:
-                async with asyncio.timeout(self._read_timeout_s):
+                async with asyncio.timeout(timeout_s := self.config.read_timeout_s):
                     body = await self._read_body(headers, receive, state)
             except TimeoutError:
-                raise RequestTimeout(f"The body was not complete within {self._read_timeout_s:g} s") from None
-            if self._limits is not None and body:
-                await self._limits.count_bytes(owner, len(body))
+                raise RequestTimeout(f"The body was not complete within {timeout_s:g} s") from None
+            if self.limits is not None and body:
+                await self.limits.count_bytes(owner, len(body))
             receive = _with_body(body, receive)
             del body  # else it would stay until the answer has ended
             with self._refusals.around(owner, scope["path"]):
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
         finally:
             self._held_bytes[owner] -= state["held_bytes"]
             if not self._held_bytes[owner]:
@@ -308,62 +250,44 @@ class LimitsMiddleware:
         size_bytes = len(scope.get("raw_path", b"")) + len(scope["query_string"])
         for name, value in scope["headers"]:
             size_bytes += len(name) + len(value) + 4
-        if size_bytes > self._max_header_bytes:
-            raise HeadersTooLarge(
-                f"The request's head has {size_bytes} bytes; at most {self._max_header_bytes} are allowed"
-            )
+        if size_bytes > (most := self.config.max_header_bytes):
+            raise HeadersTooLarge(f"The request's head has {size_bytes} bytes; at most {most} are allowed")
 
     async def _read_body(self, headers: Headers, receive: Receive, state: dict[str, Any]) -> bytes:
-        owner = state["owner"]
-        declared_bytes = _content_length(headers)
-        if declared_bytes > self._max_body_bytes and headers.get("expect", "").lower() == "100-continue":
-            raise self._too_large(declared_bytes)
+        owner, most = state["owner"], self.config.max_body_bytes
+        declared_bytes = int(headers.get("content-length", "0"))  # h11 has checked that it is a number
+        asks_first = declared_bytes > most and headers.get("expect", "").lower() == "100-continue"
         chunks: list[bytes] = []
-        size_bytes = 0
-        while True:
+        size_bytes, goes_on = 0, not asks_first
+        while goes_on:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Cancelled("The client left before its request was complete")
             chunk = message.get("body", b"")
             size_bytes += len(chunk)
-            if size_bytes <= self._max_body_bytes:
-                chunks.append(chunk)
-                state["held_bytes"] += len(chunk)
-                self._held_bytes[owner] += len(chunk)
-                if self._held_bytes[owner] > MAX_HELD_BYTES:
-                    raise CapacityExceeded(
-                        f"This key's running requests would have bodies of more than {MAX_HELD_BYTES} bytes "
-                        "together; repeat the request when some have ended",
-                        reason="held_bytes",
-                        retry_after_s=1.0,
-                    )
-            else:
+            goes_on = message.get("more_body", False) and size_bytes <= most + _DRAIN_BYTES
+            if size_bytes > most:
                 chunks.clear()
-            if not message.get("more_body", False) or size_bytes > self._max_body_bytes + _DRAIN_BYTES:
-                break
-        if size_bytes > self._max_body_bytes:
-            raise self._too_large(max(size_bytes, declared_bytes))
+                continue
+            chunks.append(chunk)
+            state["held_bytes"] += len(chunk)
+            self._held_bytes[owner] += len(chunk)
+            if self._held_bytes[owner] > MAX_HELD_BYTES:
+                raise CapacityExceeded(
+                    f"This key's running requests would have bodies of more than {MAX_HELD_BYTES} bytes "
+                    "together; repeat the request when some have ended",
+                    reason="held_bytes",
+                    retry_after_s=1.0,
+                )
+        if size_bytes > most or asks_first:
+            size_bytes = max(size_bytes, declared_bytes)
+            raise PayloadTooLarge(f"The body has {size_bytes} bytes or more; at most {most} are allowed")
         return b"".join(chunks)
-
-    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
-        return PayloadTooLarge(
-            f"The body has {size_bytes} bytes or more; at most {self._max_body_bytes} are allowed"
-        )
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """What comes after a body, and the body before it."""
+    """The body, and then the client's leaving; parts of a body that come are dropped."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replay
-
-
-def _without_body(receive: Receive) -> Receive:
-    """An empty body, and then the client's leaving; parts of a body that come are dropped."""
-    pending: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def replay() -> Message:
         if pending:
@@ -410,81 +334,9 @@ class RecentRefusals:
             raise
 
 
-def _refuse_other_sites(headers: Headers, allowed: Collection[str]) -> None:
-    """A page of another site can make a browser send a POST without asking this server first. Programs send
-    neither header. Args: allowed: origins whose pages may."""
-    if "*" in allowed or headers.get("origin") in allowed:
-        return
-    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
-    if site in ("cross-site", "same-site") or (origin and urlsplit(origin).netloc != headers.get("host", "")):
-        raise PermissionDenied(f"The request comes from a page of another site: {(origin or site)[:200]}")
-
-
-_PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".svc")
-"""Ends of names that no public server resolves."""
-
-
-class HostCheck:
-    """Refuses requests by the host that they name, where no key is needed.
-
-    A page elsewhere can have its own name point to an address of this machine or network (DNS rebinding). Its
-    browser then takes this server for the page's own, and lets it read answers. It cannot have a name that
-    only the network itself gives out, or an address, and not a certificate for this server.
-
-    Args:
-        needs_no_key: whether anyone may chat, at the moment.
-        allowed: further names; "*" is any.
-        listen: the address that the server was given.
-    """
-
-    def __init__(self, needs_no_key: Callable[[], bool], allowed: Collection[str], listen: str) -> None:
-        self._needs_no_key = needs_no_key
-        self._any = "*" in allowed
-        host, _ = parse_address("listen", listen)
-        self._allowed = {name.lower() for name in (*allowed, host, socket.gethostname())}
-
-    def __call__(self, host: str) -> None:
-        """Args: host: a request's, with or without a port; empty where it has none, as browsers' always have.
-
-        Raises: PermissionDenied.
-        """
-        if self._any or not self._needs_no_key():
-            return
-        name = _name_of(host)
-        if name in self._allowed or _is_local(name):
-            return
-        raise PermissionDenied(
-            f"The request is for the host {name[:100]!r}. Without API keys this server answers only those "
-            "for an address, a name of the local network, or one of --allowed-hosts",
-            reason="host",
-        )
-
-
-def _name_of(host: str) -> str:
-    """The host without its port, in lower case."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdigit() else host).strip("[]").rstrip(".").lower()
-
-
-def _is_local(name: str) -> bool:
-    if "." not in name and ":" not in name:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name.endswith(_PRIVATE)
-    return True
-
-
-def _content_length(headers: Headers) -> int:
-    value = headers.get("content-length", "0")
-    if not (value.isascii() and value.isdigit()):
-        raise InvalidRequest(f"Content-Length is {value[:40]!r}; it must be a number of bytes")
-    return int(value)
-
-
 class BoundedH11Protocol(H11Protocol):
-    """One connection.
+    """One connection, with a deadline for a request's head, and one for clients that read nothing; uvicorn's
+    own protocol has neither.
 
         accepted ──head timer──► request ──► response ──► idle (uvicorn's keep-alive timer)
                        ▲                                    │ first byte of the next head
@@ -493,12 +345,11 @@ class BoundedH11Protocol(H11Protocol):
     While the client's receive window is full, a write timer runs as well; at its end the connection is reset.
     """
 
-    read_timeout_s = 30.0
-    write_timeout_s = 60.0
-    max_connections = 1000
-    ended = FreeingRate()
+    read_timeout_s: float
+    write_timeout_s: float
+    max_connections: int
+    ended: FreeingRate
     """Connections of the server."""
-
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _refused = False
@@ -520,18 +371,14 @@ class BoundedH11Protocol(H11Protocol):
         if self._refused:
             return
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_head_timer()
-        elif self._head_timer is None and self.conn.trailing_data[0]:
-            self._arm_head_timer()
+        self._watch_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.our_state is h11.IDLE:
             # An idle connection would have its last request in memory.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0] and self._head_timer is None:
-            self._arm_head_timer()
+        self._watch_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -546,9 +393,8 @@ class BoundedH11Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this where h11 cannot parse the input."""
-        buffered_bytes = len(self.conn.trailing_data[0])
         limit_bytes = self.config.h11_max_incomplete_event_size or 0
-        if limit_bytes and buffered_bytes > limit_bytes:
+        if len(self.conn.trailing_data[0]) > limit_bytes:
             self._refuse(HeadersTooLarge(f"The request's head is larger than {limit_bytes} bytes"))
         else:
             self._refuse(InvalidRequest("What was sent is not a valid HTTP/1.1 request"))
@@ -558,16 +404,10 @@ class BoundedH11Protocol(H11Protocol):
         if self.conn.our_state is not h11.IDLE or self.transport.is_closing():
             self.transport.close()
             return
-        body = json.dumps(error_body(error)).encode()
-        given = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **error_headers(error),
-            "connection": "close",
-        }
-        headers = [(name.encode(), value.encode()) for name, value in given.items()]
-        answer = h11.Response(status_code=error.http_status, headers=headers, reason=b"")
-        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+        answer = error_response(error, path="")
+        answer.headers["connection"] = "close"
+        head = h11.Response(status_code=answer.status_code, headers=answer.raw_headers, reason=b"")
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing with unread bytes resets the connection, and the client might never see the answer: stop
         # writing, and read on for a moment.
@@ -578,19 +418,21 @@ class BoundedH11Protocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close a connection that has no request, or this one where every other has one."""
-        others = (its for its in self.connections if isinstance(its, BoundedH11Protocol) and its is not self)
-        idle = next((its for its in others if its._is_idle), None)
-        if idle is not None:
-            idle.transport.close()
-        else:
-            message = f"There are {self.max_connections} connections, which is the limit"
-            retry_after_s = self.ended.wait_s(1)
-            self._refuse(Overloaded(message, reason="connections", retry_after_s=retry_after_s))
+        for other in self.connections - {self}:
+            assert isinstance(other, BoundedH11Protocol), "the server makes no others"
+            has_request = other.cycle is not None and not other.cycle.response_complete
+            if not (has_request or other.transport.is_closing()):
+                other.transport.close()
+                return
+        message = f"There are {self.max_connections} connections, which is the limit"
+        self._refuse(Overloaded(message, reason="connections", retry_after_s=self.ended.wait_s(1)))
 
-    @property
-    def _is_idle(self) -> bool:
-        has_request = self.cycle is not None and not self.cycle.response_complete
-        return not has_request and not self.transport.is_closing()
+    def _watch_head(self) -> None:
+        """Have the timer run while the next head has begun and is not whole."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head_timer()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
+            self._arm_head_timer()
 
     def _arm_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.read_timeout_s, self._head_timed_out)
@@ -602,8 +444,6 @@ class BoundedH11Protocol(H11Protocol):
 
     def _head_timed_out(self) -> None:
         self._head_timer = None
-        if self.conn.their_state is not h11.IDLE:
-            return
         if self.conn.trailing_data[0]:
             self._refuse(RequestTimeout(f"The request's head was not complete in {self.read_timeout_s:g} s"))
         else:

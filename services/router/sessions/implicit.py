@@ -14,6 +14,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from kvferry.shared.control.messages import IMPLICIT_PREFIX, SessionKey
 from kvferry.shared.history.records import BLOCK_TOKENS, common_prefix
@@ -110,33 +111,29 @@ class ImplicitSessions:
         if not self._max_per_key or len(token_ids) < BLOCK_TOKENS:
             return None
         key = SessionKey(owner=owner, session_id=f"{IMPLICIT_PREFIX}{secrets.token_hex(8)}")
-        shared, former = max(
-            (
-                (common_prefix(self._records[its].token_ids, token_ids), its)
-                for its in self._records
-                if its.owner == owner
-            ),
-            key=lambda found: found[0],
-            default=(0, key),
+        shares = (
+            (common_prefix(record.token_ids, token_ids), other)
+            for other, record in self._records.items()
+            if other.owner == owner
         )
+        shared, former = max(shares, key=itemgetter(0), default=(0, key))
+        turn = ImplicitTurn(key=key, token_ids=token_ids, retained_as=_rows_of(key), keep_s=keep_s)
         if shared < BLOCK_TOKENS:
-            return ImplicitTurn(key=key, token_ids=token_ids, retained_as=_rows_of(key), keep_s=keep_s)
+            return turn
         record = self._records.pop(former)
         until_s = max(record.expires_at_s, self._clock() + self._ttl_s)
         self._records[former] = replace(record, expires_at_s=until_s)
         extends_former = shared == len(record.token_ids)
         is_continued = extends_former and shared < len(token_ids)
-        retained_as = None if shared == len(token_ids) else _rows_of(key)
-        return ImplicitTurn(
-            key=key,
-            token_ids=token_ids,
+        retained_as = None if shared == len(token_ids) else turn.retained_as
+        return replace(
+            turn,
             former=former,
             shared_tokens=shared,
             extends_former=extends_former,
             prefill_addresses=(record.prefill_address,),
             retained_as=record.retained_as if is_continued else retained_as,
             decode_addresses=(record.decode_address,) if is_continued else (),
-            keep_s=keep_s,
         )
 
     def add(

@@ -151,9 +151,13 @@ class SessionRecord(_Shown):
         """The messages up to the end of a response, without instructions."""
         return self.messages[self.num_instructions :][: response.num_messages]
 
-    def with_responses(self, responses: tuple[StoredResponse, ...]) -> SessionRecord:
-        """The record with these responses in place of its own."""
-        return replace(self, responses=responses)
+    def for_model(self, fingerprint: str) -> SessionRecord:
+        """The record as this model continues it: another model's has only text, and no token ids."""
+        if self.model_fingerprint == fingerprint:
+            return self
+        return replace(
+            self, model_fingerprint=fingerprint, token_ids=(), assistant_ends=(0,) * len(self.assistant_ends)
+        )
 
     def with_responses_of(self, before: SessionRecord) -> SessionRecord:
         """The record with the responses of an earlier one whose whole conversation is in this one."""

@@ -4,12 +4,13 @@ Below `redis_store.py`, which decides whose turn it is and what a failure means.
 StoreUnavailable and may be repeated. `redis_scripts.py` has the scripts.
 
     session  hash   generation, holder, until (ms), committed, summary, record (its head),
-                    part:0, part:1, ..., parts (how many), last (the id of the last one)
+                    part:0, part:1, ..., parts (how many), last (the id of the last one),
+                    unstored (a mark: a turn after these is not here)
     index    zset   session id by expiry (Unix ms)
     tokens   hash   session id -> tokens of its record; '' -> their sum
     bytes    hash   likewise, bytes
     owners   set    every API key's owner, so that any router finds all indexes; one for all
-    routers  zset   router by when it last had nothing that Redis lacks (Unix ms); one for all
+    routers  zset   router by when it was last here (Unix ms); one for all
     readers  zset   likewise, of the routers that read parts
 
 A commit writes the head and the parts that the turn adds, where the last part is the one that the router's
@@ -20,7 +21,7 @@ would not find the parts, records are written whole as version 1 has them.
 two turns never both commit; `until` only says when others may take the session. The token begins with its
 router's own part, because a router may take over from itself: it runs one turn of a session at a time. A
 session without `committed` was never committed or was lost by Redis, since deletion leaves a marker
-there; the index tells which of the two.
+there; the index tells which of the two. A commit removes the mark of a turn that Redis has missed.
 
 What has a record has no expiry of Redis's own, so that under `volatile-lru` Redis never evicts it for KV,
 which has one. Routers remove what has expired by the index.
@@ -31,10 +32,9 @@ and times are not.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -53,9 +53,6 @@ from kvferry.shared.errors import CapacityExceeded, StoreUnavailable
 from kvferry.shared.history.redis_client import AsyncRedisLink
 from kvferry.shared.trust.at_rest import AtRestKeys, Unreadable, open_with
 
-_Result = TypeVar("_Result")
-
-
 DELETED = "deleted-"
 """What a deletion's marker begins with."""
 
@@ -68,11 +65,13 @@ class Stored:
         commit_id: of the record, or the deletion's marker; empty where Redis has neither.
         record: None where there is none, or it has expired.
         lost: whether Redis should have a record, and has none.
+        is_marked: whether a turn after this record was answered, and is not here.
     """
 
     commit_id: str
     record: SessionRecord | None
     lost: bool = False
+    is_marked: bool = False
 
     @property
     def is_deleted(self) -> bool:
@@ -85,8 +84,6 @@ class RedisRecords:
     name: of this router; one that starts again with the same name takes the former's place.
     on_unreplicated: called when a write is on a master alone, as no replica has confirmed it in time.
     keys: that encrypt records; None: they are not encrypted.
-
-    Attributes: failed_s: when Redis last failed, or this router began; on the clock of `time.monotonic`.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class RedisRecords:
         self._keys = keys
         self._clock = clock
         self._name = name
-        self.failed_s = time.monotonic()
         self._known_owners: set[str] = set()
         self._writes_parts: bool | None = None
         """Whether all routers read parts; None until it is asked."""
@@ -123,7 +119,9 @@ class RedisRecords:
         if not answer[0]:
             return None
         try:
-            return replace(self._stored(key, answer[2:], known), lost=bool(answer[1]))
+            return replace(
+                self._stored(key, answer[3:], known), lost=bool(answer[1]), is_marked=bool(answer[2])
+            )
         except StoreUnavailable:
             await self.release(key, token)
             raise
@@ -139,7 +137,7 @@ class RedisRecords:
         self,
         key: SessionKey,
         token: str,
-        bases: Sequence[str],
+        base: str,
         record: SessionRecord,
         *,
         before: SessionRecord | None = None,
@@ -149,48 +147,47 @@ class RedisRecords:
         current any more.
 
         Args:
-            bases: the commits that the record may follow; an empty one stands for no commit.
+            base: the commit that the record follows; empty for none.
             before: what Redis has, as far as the router knows; only what the record adds to it is written.
             max_bytes: of the API key's sessions, or documents, together; 0: no limit.
 
         Raises: CapacityExceeded where they would have more.
         """
-        first = [token, f"|{'|'.join(bases)}|", str(max_bytes)]
-        return await self._put(scripts.COMMIT, first, key, record, before)
+        if key.owner not in self._known_owners:
+            await self._link.call(lambda client: client.sadd(_OWNERS, key.owner))
+            self._known_owners.add(key.owner)
+        if self._writes_parts is None:
+            await self.register()
+        for known in (before, None):
+            written = write_parts(record, known) if self._writes_parts else write_whole(record)
+            arguments = self._put_arguments(key, written)
+            answer = await self._write(scripts.COMMIT, _keys(key), token, base, max_bytes, *arguments)
+            if answer != _HAS_OTHER_PARTS:
+                break
+        if answer == _HAS_TOO_MANY_BYTES:
+            raise CapacityExceeded(f"{record.size_bytes} bytes are too many for this key")
+        return written.record if answer else None
 
-    async def write_back(
-        self, key: SessionKey, bases: Sequence[str], record: SessionRecord
-    ) -> SessionRecord | None:
-        """Write a record that this router committed in its memory, on top of one of these commits. Returns
-        the record as Redis has it now, None where there is another commit."""
-        return await self._put(scripts.WRITE_BACK, [f"|{'|'.join(bases)}|"], key, record, None)
+    async def mark(self, key: SessionKey, token: str, commits: Sequence[str], ttl_s: float) -> None:
+        """Note that the session lacks a turn that was answered, unless it has gone on without it.
+
+        Args:
+            token: of the turn's lease; empty where it had none.
+            commits: those that the session has as long as it has not gone on; empty: any.
+        """
+        may_be_there = f"|{'|'.join(commits)}|" if commits else ""
+        await self._write(scripts.MARK, [_session(key)], may_be_there, token, _ms(ttl_s))
 
     async def delete(self, key: SessionKey, marker: str, ttl_s: float) -> bool:
         """Leave only a marker; returns whether there was anything else."""
         return bool(await self._write(scripts.DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
 
-    # ---- routers -----------------------------------------------------------------------------------------
-
-    async def register(self) -> bool:
-        """Say that Redis has all of this router's turns; returns whether there are other routers."""
-        others = await self._run(scripts.REGISTER, _REGISTERS, self._name, _ms(_FORGET_ROUTER_S))
-        self._writes_parts = await self._all_read_parts()
-        return any(name.decode() != self._name for name in others)
-
-    async def leave(self) -> None:
-        async def remove(client: Any) -> None:
-            for register in _REGISTERS:
-                await client.zrem(register, self._name)
-
-        await self._call(remove)
-
-    async def _all_read_parts(self) -> bool:
-        return not await self._run(scripts.EARLIER, _REGISTERS, self._name, _ms(_FORGET_ROUTER_S))
-
-    async def num_behind(self) -> int:
-        """How many other routers may have turns that Redis has missed, since it last failed here."""
-        since_ms = _ms(time.monotonic() - self.failed_s)
-        return int(await self._run(scripts.BEHIND, [_ROUTERS], self._name, _ms(_FORGET_ROUTER_S), since_ms))
+    async def register(self) -> None:
+        """Say that this router is there and reads parts, and see whether all others do."""
+        registers = [_ROUTERS, _READERS]
+        self._writes_parts = not await self._run(
+            scripts.REGISTER, registers, self._name, _ms(_FORGET_ROUTER_S)
+        )
 
     # ---- reading -----------------------------------------------------------------------------------------
 
@@ -227,7 +224,7 @@ class RedisRecords:
 
     async def remove_expired(self) -> None:
         """Remove what has expired, of every API key."""
-        owners = [name.decode() for name in await self._call(lambda client: client.smembers(_OWNERS))]
+        owners = [name.decode() for name in await self._link.call(lambda client: client.smembers(_OWNERS))]
         for owner in owners:
             for documents in (False, True):
                 index = _index(owner, documents)
@@ -237,7 +234,7 @@ class RedisRecords:
 
     async def evicts_records(self) -> bool:
         """Whether Redis may evict records to make room for KV, by its configuration."""
-        info = await self._call(lambda client: client.info("memory"))
+        info = await self._link.call(lambda client: client.info("memory"))
         return str(info.get("maxmemory_policy", "")).startswith("allkeys")
 
     async def close(self) -> None:
@@ -274,28 +271,6 @@ class RedisRecords:
 
     # ---- calls -------------------------------------------------------------------------------------------
 
-    async def _put(
-        self,
-        script: str,
-        first: list[str],
-        key: SessionKey,
-        record: SessionRecord,
-        before: SessionRecord | None,
-    ) -> SessionRecord | None:
-        if key.owner not in self._known_owners:
-            await self._call(lambda client: client.sadd(_OWNERS, key.owner))
-            self._known_owners.add(key.owner)
-        if self._writes_parts is None:
-            self._writes_parts = await self._all_read_parts()
-        written = write_parts(record, before) if self._writes_parts else write_whole(record)
-        answer = await self._write(script, _keys(key), *first, *self._put_arguments(key, written))
-        if answer == _HAS_OTHER_PARTS:
-            written = write_parts(record, None)
-            answer = await self._write(script, _keys(key), *first, *self._put_arguments(key, written))
-        if answer == _HAS_TOO_MANY_BYTES:
-            raise CapacityExceeded(f"{record.size_bytes} bytes are too many for this key")
-        return written.record if answer else None
-
     def _put_arguments(self, key: SessionKey, written: WrittenRecord) -> list[str | bytes | int]:
         record = written.record
         return [
@@ -312,24 +287,13 @@ class RedisRecords:
             *(self._sealed(key, "part", part) for part in written.parts),
         ]
 
-    async def _call(self, operation: Callable[[Any], Awaitable[_Result]]) -> _Result:
-        try:
-            return await self._link.call(operation)
-        except StoreUnavailable:
-            self.failed_s = time.monotonic()
-            raise
-
     async def _run(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
         whole = scripts.PRELUDE + script
-        return await self._call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
+        return await self._link.call(lambda client: client.eval(whole, len(keys), *keys, *arguments))
 
     async def _write(self, script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
         """Run a script whose effect must survive the loss of a master."""
-        try:
-            answer, replicated = await self._link.eval_replicated(scripts.PRELUDE + script, keys, *arguments)
-        except StoreUnavailable:
-            self.failed_s = time.monotonic()
-            raise
+        answer, replicated = await self._link.eval_replicated(scripts.PRELUDE + script, keys, *arguments)
         if not replicated:
             self._on_unreplicated()
         return answer
@@ -343,13 +307,13 @@ class RedisRecords:
                 pipeline.hget(_session(key), field)
             return list(await pipeline.execute())
 
-        return await self._call(read) if keys else []
+        return await self._link.call(read) if keys else []
 
 
 _OWNERS = "kvferry:router:owners"
 _ROUTERS = "kvferry:router:routers"
-_REGISTERS = [_ROUTERS, "kvferry:router:{kvferry:router:routers}:readers"]
-"""Of all routers, and of those that read parts; in one hash slot."""
+_READERS = "kvferry:router:{kvferry:router:routers}:readers"
+"""Those that read parts; in one hash slot with the others."""
 _HAS_OTHER_PARTS, _HAS_TOO_MANY_BYTES = 2, 3
 """Answers of scripts that write parts."""
 _FORGET_ROUTER_S = 300.0

@@ -71,6 +71,7 @@ local function put(offset)
   for index = num_parts, tonumber(parts or 0) - 1 do redis.call('HDEL', KEYS[1], 'part:' .. index) end
   redis.call('HSET', KEYS[1], 'record', ARGV[offset], 'summary', ARGV[offset + 1],
              'committed', ARGV[offset + 2], 'last', ARGV[offset + 8], 'parts', num_parts)
+  redis.call('HDEL', KEYS[1], 'unstored')
   redis.call('PERSIST', KEYS[1])
   redis.call('ZADD', KEYS[2], ARGV[offset + 3], ARGV[offset + 4])
   count(ARGV[offset + 4], ARGV[offset + 5], ARGV[offset + 6])
@@ -81,9 +82,9 @@ end
 
 ACQUIRE = """
 -- KEYS session, index; ARGV token, lease_ms, session_id, the commit that the router has a copy of. Returns
--- {1, whether the index has a session that is not there, committed, record (empty if there is none),
--- parts...}, without record and parts if they are those of the copy, or {0}.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed')
+-- {1, whether the index has a session that is not there, whether it is marked, committed, record (empty if
+-- there is none), parts...}, without record and parts if they are those of the copy, or {0}.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'until', 'committed', 'unstored')
 local same_router = fields[1] and router_of(fields[1]) == router_of(ARGV[1])
 if fields[1] and not same_router and tonumber(fields[2]) > now_ms then return {0} end
 redis.call('HINCRBY', KEYS[1], 'generation', 1)
@@ -91,7 +92,7 @@ redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'until', now_ms + ARGV[2])
 extend(KEYS[1], ARGV[2] * 4)
 local expires_ms = redis.call('ZSCORE', KEYS[2], ARGV[3])
 local lost = not fields[3] and expires_ms and tonumber(expires_ms) > now_ms
-local answer = {1, lost and 1 or 0, fields[3] or ''}
+local answer = {1, lost and 1 or 0, fields[4] and 1 or 0, fields[3] or ''}
 if fields[3] == ARGV[4] then return answer end
 return stored(answer)
 """
@@ -119,20 +120,21 @@ RELEASE = """
 -- KEYS session; ARGV token.
 if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then
   redis.call('HDEL', KEYS[1], 'holder', 'until')
-  if redis.call('HEXISTS', KEYS[1], 'committed') == 0 then redis.call('DEL', KEYS[1]) end
+  local left = redis.call('HMGET', KEYS[1], 'committed', 'unstored')
+  if not left[1] and not left[2] then redis.call('DEL', KEYS[1]) end
 end
 return 1
 """
 
 COMMIT = """
--- KEYS session, index, tokens, bytes; ARGV token, the commits that the record may follow as in `WRITE_BACK`,
--- the most bytes of all records that the index has (0: no limit), then as `put`. Returns 0 where the lease is
--- not current any more, 3 where the record grows and all would have more bytes, else as `put`. A failover may
--- lose the lease alone: then nobody has it, and nobody has committed.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'committed')
+-- KEYS session, index, tokens, bytes; ARGV token, the commit that the record follows ('' for none), the most
+-- bytes of all records that the index has (0: no limit), then as `put`. Returns 0 where the lease is not
+-- current any more, 3 where the record grows and all would have more bytes, else as `put`. A failover may
+-- lose the lease alone: then nobody has it, and nobody has committed or marked the session.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'committed', 'unstored')
 if fields[2] == ARGV[6] then return 1 end
 if fields[1] ~= ARGV[1] and redis.call('EXISTS', KEYS[1]) == 1 then
-  if fields[1] or not string.find(ARGV[2], '|' .. (fields[2] or '') .. '|', 1, true) then return 0 end
+  if fields[1] or fields[3] or (fields[2] or '') ~= ARGV[2] then return 0 end
 end
 local id, num_bytes, max_bytes = ARGV[8], tonumber(ARGV[10]), tonumber(ARGV[3])
 if max_bytes > 0 and num_bytes > tonumber(redis.call('HGET', KEYS[4], id) or 0) then
@@ -141,26 +143,29 @@ end
 return put(4)
 """
 
-WRITE_BACK = """
--- KEYS session, index, tokens, bytes; ARGV the commits that the record may follow ('' for none), each between
--- two bars, then as `put`. Returns 0 where the session has another commit. Whoever leased the session began
--- from an older record, or with a call that arrived late: that lease ends.
-local committed = redis.call('HGET', KEYS[1], 'committed')
-if committed == ARGV[4] then return 1 end
-if committed and not string.find(ARGV[1], '|' .. committed .. '|', 1, true) then return 0 end
-redis.call('HDEL', KEYS[1], 'holder', 'until')
-return put(2)
+MARK = """
+-- KEYS session; ARGV the commits that may be there, each between two bars ('' for any), the turn's token,
+-- ttl_ms. Marks a session that lacks its last turn, unless it has gone on. The turn's lease ends, so that its
+-- commit does not arrive late.
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'committed')
+if fields[2] and ARGV[1] ~= '' then
+  if not string.find(ARGV[1], '|' .. fields[2] .. '|', 1, true) then return 0 end
+end
+if fields[1] == ARGV[2] then redis.call('HDEL', KEYS[1], 'holder', 'until') end
+redis.call('HSET', KEYS[1], 'unstored', 1)
+extend(KEYS[1], tonumber(ARGV[3]))
+return 1
 """
 
 DELETE = """
 -- KEYS session, index, tokens, bytes; ARGV marker, ttl_ms, session_id. Returns whether there was anything.
-local fields = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation')
+local fields = redis.call('HMGET', KEYS[1], 'holder', 'record', 'committed', 'generation', 'unstored')
 if fields[3] == ARGV[1] then return 1 end
 redis.call('ZREM', KEYS[2], ARGV[3])
 count(ARGV[3], nil)
-if not fields[1] and not fields[2] then return 0 end
+if not fields[1] and not fields[2] and not fields[5] then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'generation', fields[4] + 1, 'committed', ARGV[1])
+redis.call('HSET', KEYS[1], 'generation', (fields[4] or 0) + 1, 'committed', ARGV[1])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
@@ -185,31 +190,16 @@ return {records, tokens, bytes, first_ms}
 """
 
 REGISTER = """
--- KEYS routers, those that read parts; ARGV name, forget_ms. Returns the other routers.
-for _, key in ipairs(KEYS) do redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms - ARGV[2]) end
-local others = redis.call('ZRANGE', KEYS[1], 0, -1)
-for _, key in ipairs(KEYS) do redis.call('ZADD', key, now_ms, ARGV[1]) end
-return others
-"""
-
-EARLIER = """
 -- KEYS routers, those that read parts; ARGV name, forget_ms. Returns how many others do not read parts: one
 -- of an earlier release registers with KEYS[1] alone, maybe under the name of one that does.
-local found, earlier = redis.call('ZRANGEBYSCORE', KEYS[1], now_ms - ARGV[2], '+inf', 'WITHSCORES'), 0
+for _, key in ipairs(KEYS) do redis.call('ZREMRANGEBYSCORE', key, '-inf', now_ms - ARGV[2]) end
+local found, earlier = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES'), 0
 for index = 1, #found, 2 do
   local name, registered_ms = found[index], found[index + 1]
   if name ~= ARGV[1] and redis.call('ZSCORE', KEYS[2], name) ~= registered_ms then earlier = earlier + 1 end
 end
+for _, key in ipairs(KEYS) do redis.call('ZADD', key, now_ms, ARGV[1]) end
 return earlier
-"""
-
-BEHIND = """
--- KEYS routers; ARGV name, forget_ms, since_ms. Returns how many others have not registered for `since_ms`.
-local behind = 0
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now_ms - ARGV[2], now_ms - ARGV[3])) do
-  if name ~= ARGV[1] then behind = behind + 1 end
-end
-return behind
 """
 
 EXPIRED = """

@@ -3,21 +3,17 @@
 Records are in Redis and, for sessions that this router has served, copied in its memory. Guarantees:
 
 - Of two turns that started from one record, one commits. DELETE wins over a running turn on any router.
-- A turn that ends while Redis is down is written back when Redis returns. Until then, other routers that have
-  missed Redis as well neither show nor continue sessions: they wait for every router that was there, for at
-  most the time of a lease.
-- Such a turn is announced to every prefill worker before it is acknowledged, and until it is written back.
-  So a router that reaches Redis meanwhile does not continue the session without the turn (SessionPending),
-  and a turn that another router has overtaken is not acknowledged.
-- While Redis is down, a session continues whose last turn is known to be here: its turns wait to be written
-  back, or there is no other router. Any other session is refused where its record matters.
+- A turn whose record Redis does not take is answered, and its answer says so. The session's next turn is
+  refused (SessionNotStored) until one has the whole conversation: here at once, at the other routers when
+  this one has reached Redis again and marked the session there.
+- While Redis is down, only turns with the whole conversation run. They are not stored.
 - A turn that another router's commit has overtaken ends with an error, unless it was a whole conversation.
 - A session that Redis has lost and nobody has a copy of is refused where its record matters.
 - A Redis that lost its data gets it back from the copies. Copies of sessions deleted through another router
   are dropped within one round of sweeps, each of which compares 512 copies with Redis; only data lost within
   that time could bring such a session back.
 
-Calls no workers but through `Announce`.
+Calls no workers.
 """
 
 from __future__ import annotations
@@ -25,53 +21,42 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.redis_records import DELETED, RedisRecords, Stored
 from kvferry.services.router.sessions.store import SessionLease, SessionStore, is_document, not_found, sized
-from kvferry.shared.control.messages import (
-    PendingInfo,
-    PendingTurn,
-    PendingTurns,
-    SessionBase,
-    SessionKey,
-)
-from kvferry.shared.errors import CapacityExceeded, SessionBusy, SessionPending, StoreUnavailable
+from kvferry.shared.control.messages import SessionKey
+from kvferry.shared.errors import CapacityExceeded, SessionBusy, SessionNotStored, StoreUnavailable
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _CLEANING_INTERVAL_S = 60.0
 _COMPARED_AT_ONCE = 512
 """Copies in one sweep, so that requests do not wait while thousands are compared."""
-_RETURNING = "returning"
-"""Redis is back, and may not have every router's turns yet."""
-
-_PENDING_LEASE_S, _ANNOUNCE_INTERVAL_S = 30.0, 5.0
-_ANNOUNCED_AT_ONCE = 1000
 
 _log = structlog.get_logger(__name__)
 
 
-class Announce(Protocol):
-    """The prefill workers, as `TurnRunner` calls them."""
+class _Unstored(NamedTuple):
+    """A turn that Redis did not take.
 
-    async def announce_pending(self, turns: PendingTurns) -> frozenset[SessionKey]:
-        """Tell every worker; returns the sessions that another router has overtaken."""
-        ...
+    Attributes:
+        token: of its lease; empty where Redis was away from the start.
+        commits: those that Redis may have while no other turn has followed: the one before this turn, and
+            this one's, because a call that was given up may still arrive. Empty where nothing is known.
+    """
 
-    async def pending_turn(self, session: SessionKey) -> list[PendingInfo]:
-        """What each worker knows."""
-        ...
+    token: str
+    commits: tuple[str, ...]
 
 
 class RedisLease(SessionLease):
-    """A lease that Redis granted under `token`; with None it is valid in this router alone."""
+    """A lease that Redis granted under `token`; with None Redis was away, and the turn cannot be stored."""
 
     def __init__(
         self,
@@ -88,17 +73,13 @@ class RedisLease(SessionLease):
         self.token = token
         self.needs_record = needs_record
         self._commit_id = commit_id
+        self.tried_commit_id = ""
+        """Of the record that this turn's commit has sent."""
 
     @property
     def commit_id(self) -> str:
         """Of what the turn continues: the record, or a deletion's marker."""
         return self.record.commit_id if self.record is not None else self._commit_id
-
-    @property
-    def base(self) -> SessionBase | None:
-        if not self.needs_record:
-            return None
-        return SessionBase(router=self._redis_store.instance, commit_id=self.commit_id)
 
     async def is_current(self) -> bool:
         return self.is_valid and (self.token is None or await self._redis_store.renew(self.key, self.token))
@@ -106,47 +87,34 @@ class RedisLease(SessionLease):
     async def commit(self, record: SessionRecord) -> bool:
         return await self._redis_store.commit(self, record)
 
+    def note_unstored(self) -> None:
+        self._redis_store.note_unstored(self)
+
 
 class RedisSessionStore(SessionStore):
     """Sessions over Redis; the entries of this process are leases within this router, and the copies.
 
         lease: wait here ──► wait in Redis ──► turn, renewing ──► commit ──► release
-                                  └─ Redis away: the copy here ──► commit here ──► pending ──► written back
+                                  └─ Redis away ──► turn          └─ Redis away
+                                                     └───────────────┴──► not stored ──► marked in Redis
 
     Args:
         lease_s: a lease that is not renewed for this long may be taken over.
-        on_event: called with "offline", "written_back", "restored" or "conflict".
-        workers: where turns are announced.
+        on_event: called with "offline", "not_stored" or "restored".
         options: of `SessionStore`.
-
-    Attributes: instance: random, of this start.
     """
 
     def __init__(
-        self,
-        records: RedisRecords,
-        *,
-        lease_s: float,
-        on_event: Callable[[str], None],
-        workers: Announce,
-        **options: Any,
+        self, records: RedisRecords, *, lease_s: float, on_event: Callable[[str], None], **options: Any
     ) -> None:
         super().__init__(**options)
         self._records = records
         self._lease_s = lease_s
         self._on_event = on_event
-        self._workers = workers
-        self.instance = secrets.token_hex(8)
-        self._pending: dict[SessionKey, tuple[str, ...]] = {}
-        """Sessions with turns that are not in Redis yet, and the commits that may be there: the one that they
-        build on, and their own, because a call that was given up may still arrive."""
-        self._offline: set[SessionKey] = set()
-        """Sessions with a turn that began without Redis."""
-        self._has_peers = False
-        self._settled_s = 0.0
-        """A time at which Redis had every router's turns; as `RedisRecords.failed_s`."""
+        self._instance = secrets.token_hex(8)
+        self._unstored: dict[SessionKey, _Unstored] = {}
+        """Sessions that lack their last turn, while Redis has no mark of that."""
         self._releases: set[asyncio.Task[None]] = set()
-        self._announcing: asyncio.Task[None] | None = None
         self._next_cleaning_s = 0.0
         self._next_compared = 0
 
@@ -154,28 +122,22 @@ class RedisSessionStore(SessionStore):
 
     @asynccontextmanager
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[RedisLease]:
+        """As in memory. Raises: SessionNotStored: the last turn is missing, and the record is needed."""
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
         async with super().lease(key) as local:
-            token = f"{self.instance}.{secrets.token_hex(8)}"
-            grant = await self._grant(local, token, deadline_s, needs_record)
+            token = f"{self._instance}.{secrets.token_hex(8)}"
+            grant = await self._grant(key, token, deadline_s, needs_record=needs_record)
             if grant is None:
-                self._offline.add(key)
-                try:
-                    yield RedisLease(self, local, None, needs_record=needs_record)
-                finally:
-                    self._offline.discard(key)
+                yield RedisLease(self, local, None, needs_record=False)
                 return
             renewing = asyncio.create_task(self._keep_renewing(key, token))
             try:
                 await self._reconcile(local, token, grant)
-                if grant.lost and needs_record and local.record is None:
-                    raise StoreUnavailable(
-                        f"Session {key.session_id!r} was lost by its store; send the whole conversation with "
-                        "session_mode 'replace', or delete the session",
-                        reason="lost",
-                    )
                 commit_id = grant.commit_id
-                yield RedisLease(self, local, token, needs_record=needs_record, commit_id=commit_id)
+                lease = RedisLease(self, local, token, needs_record=needs_record, commit_id=commit_id)
+                if needs_record:
+                    self._check(lease, grant)
+                yield lease
             finally:
                 renewing.cancel()
                 release = asyncio.create_task(self._release(key, token))
@@ -184,44 +146,21 @@ class RedisSessionStore(SessionStore):
                 await asyncio.shield(release)
 
     async def _grant(
-        self, local: SessionLease, token: str, deadline_s: float, needs_record: bool
+        self, key: SessionKey, token: str, deadline_s: float, *, needs_record: bool
     ) -> Stored | None:
-        """Lease the session in Redis; None where Redis is down and the turn can run without it."""
-        key = local.key
+        """Lease the session in Redis; None where Redis is down and the turn has the whole conversation."""
         try:
-            await self._others_settle(key, deadline_s)
             return await self._acquire(key, token, deadline_s)
         except StoreUnavailable as error:
-            is_known = key in self._pending or (local.record is not None and not self._has_peers)
-            if error.reason in ("format", "key", _RETURNING) or (needs_record and not is_known):
+            if error.reason in ("format", "key"):
                 raise
             self._on_event("offline")
-            _log.warning("session continues without Redis", error=error.message)
+            if needs_record and key in self._unstored:
+                raise SessionNotStored.of(key.session_id) from error
+            if needs_record:
+                raise
+            _log.warning("a whole conversation runs without Redis", error=error.message)
             return None
-
-    async def _others_settle(self, key: SessionKey, deadline_s: float) -> None:
-        """Wait until Redis has what other routers committed without it. Raises: StoreUnavailable."""
-        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
-        while not await self._is_settled(key):
-            if loop.time() >= deadline_s:
-                raise StoreUnavailable(
-                    "Redis was away, and another router may still have turns to write back",
-                    reason=_RETURNING,
-                    retry_after_s=1.0,
-                )
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _is_settled(self, key: SessionKey) -> bool:
-        """Whether no other router has a turn of the session that Redis lacks."""
-        records = self._records
-        if key in self._pending or self._settled_s > records.failed_s:
-            return True
-        now_s = time.monotonic()
-        if now_s - records.failed_s < self._lease_s and await records.num_behind():
-            return False
-        self._settled_s = now_s
-        return True
 
     async def _acquire(self, key: SessionKey, token: str, deadline_s: float) -> Stored:
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
@@ -236,76 +175,77 @@ class RedisSessionStore(SessionStore):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _reconcile(self, local: SessionLease, token: str, grant: Stored) -> None:
-        """Bring the copy here up to date with Redis, or Redis with the copy."""
-        key, ours = local.key, local.record
-        bases = self._pending.get(key)
-        lost = not grant.commit_id
-        if ours is not None and (lost or (bases is not None and grant.commit_id in bases)):
-            self._on_event("restored" if lost else "written_back")
-            self._pending.setdefault(key, (ours.commit_id,))
-            with suppress(StoreUnavailable):
-                written = await self._records.commit(key, token, (grant.commit_id,), ours)
-                self._pending.pop(key, None)
-                local.put(written or ours)
-            return
-        if bases is not None:
-            self._conflict(key)
-        self._pending.pop(key, None)
-        local.put(grant.record)
+        """Bring the copy here up to date with Redis, or a Redis that lost the session with the copy."""
+        ours = local.record
+        if ours is None or grant.commit_id:
+            local.put(grant.record)
+        elif not grant.is_marked:
+            self._on_event("restored")
+            local.put(await self._records.commit(local.key, token, "", ours) or ours)
+
+    def _check(self, lease: RedisLease, grant: Stored) -> None:
+        """Raises: SessionNotStored, StoreUnavailable: a turn cannot go on from this record."""
+        missing = self._unstored.get(lease.key)
+        if missing and missing.commits and lease.commit_id and lease.commit_id not in missing.commits:
+            del self._unstored[lease.key]  # the session has gone on at another router
+        if grant.is_marked or lease.key in self._unstored:
+            raise SessionNotStored.of(lease.key.session_id)
+        if grant.lost and lease.record is None:
+            raise StoreUnavailable(
+                f"Session {lease.key.session_id!r} was lost by its store; send the whole conversation with "
+                "session_mode 'replace', or delete the session",
+                reason="lost",
+            )
 
     async def commit(self, lease: RedisLease, record: SessionRecord) -> bool:
-        """See `SessionLease.commit`. While Redis is down the turn is in memory alone, and pending."""
+        """See `SessionLease.commit`. Raises: StoreUnavailable: Redis does not take the record."""
         key = lease.key
-        expires_at_s, commit_id = self.next_expiry_s(key, record), secrets.token_hex(16)
-        written = sized(replace(record, expires_at_s=expires_at_s, commit_id=commit_id, parts=()))
         if not lease.is_valid:
             return False
-        bases = self._pending.get(key, (lease.commit_id,))
+        if lease.token is None:
+            raise StoreUnavailable("Redis was away when the turn began", reason="unreachable")
+        written = sized(
+            replace(
+                record,
+                expires_at_s=self.next_expiry_s(key, record),
+                commit_id=secrets.token_hex(16),
+                parts=(),
+            )
+        )
+        lease.tried_commit_id = written.commit_id
         try:
-            if lease.token is not None:
-                its = await self._records.commit(
-                    key, lease.token, bases, written, before=lease.record, max_bytes=self._max_bytes
-                )
-            else:
-                its = await self._records.write_back(key, bases, written)
+            stored = await self._records.commit(
+                key, lease.token, lease.commit_id, written, before=lease.record, max_bytes=self._max_bytes
+            )
         except CapacityExceeded:
             usage = await self.usage(key.owner, documents=is_document(key), excluding=key)
             raise self.too_many_bytes(key, usage, written.size_bytes) from None
-        except StoreUnavailable as error:
-            _log.warning("session stays in memory until Redis is back", error=error.message)
-            if lease.needs_record and key in await self._announce([PendingTurn(session=key, bases=bases)]):
-                self._on_event("conflict")
-                raise _continued(key) from None
-            if not lease.put(written):
-                return False
-            self._pending[key] = (*bases, written.commit_id)
-            if self._announcing is None or self._announcing.done():
-                self._announcing = asyncio.create_task(self._keep_announcing())
-            return True
-        self._pending.pop(key, None)
-        lease_is_valid = lease.put(its)
-        if its is not None:
+        lease_is_valid = lease.put(stored)
+        if stored is not None:
+            self._unstored.pop(key, None)
             return lease_is_valid
         if lease.needs_record and not (await self._records.read(key)).is_deleted:
-            raise _continued(key)
+            raise SessionBusy(f"Session {key.session_id!r} was continued by another router meanwhile")
         return False
 
-    async def _announce(self, turns: list[PendingTurn]) -> frozenset[SessionKey]:
-        return await self._workers.announce_pending(
-            PendingTurns(router=self.instance, lease_s=_PENDING_LEASE_S, turns=tuple(turns))
+    def note_unstored(self, lease: RedisLease) -> None:
+        """See `SessionLease.note_unstored`."""
+        self._on_event("not_stored")
+        self._unstored[lease.key] = (
+            _Unstored("", ())
+            if lease.token is None
+            else _Unstored(lease.token, (lease.commit_id, lease.tried_commit_id))
         )
 
-    async def _keep_announcing(self) -> None:
-        while self._pending:
-            await asyncio.sleep(_ANNOUNCE_INTERVAL_S)
-            turns = [PendingTurn(session=key, bases=bases[:-1]) for key, bases in self._pending.items()]
-            for first in range(0, len(turns), _ANNOUNCED_AT_ONCE):
-                await self._announce(turns[first : first + _ANNOUNCED_AT_ONCE])
-
-    async def _check_pending(self, key: SessionKey, commit_id: str) -> None:
-        """Raises: SessionPending: another router has acknowledged a turn after this commit."""
-        if any(known.goes_beyond(commit_id) for known in await self._workers.pending_turn(key)):
-            raise SessionPending.of(key.session_id)
+    async def _mark(self) -> None:
+        """Note in Redis, for all routers, which sessions lack their last turn."""
+        for key, missing in list(self._unstored.items()):
+            try:
+                await self._records.mark(key, *missing, self.ttl_s(key))
+            except StoreUnavailable:
+                return
+            if self._unstored.get(key) == missing:
+                del self._unstored[key]
 
     async def renew(self, key: SessionKey, token: str) -> bool:
         """Extend a lease; returns whether it is current, as far as this router can know."""
@@ -332,28 +272,18 @@ class RedisSessionStore(SessionStore):
         """As in memory; the copy here where Redis is down or has lost it."""
         copy = self.peek(key)
         try:
-            await self._others_settle(key, asyncio.get_running_loop().time() + self._wait_s)
             stored = await self._records.read(key, known=copy)
-        except StoreUnavailable as error:
-            if copy is None or error.reason == _RETURNING:
+        except StoreUnavailable:
+            if copy is None:
                 raise
             return copy
-        record = stored.record
-        if copy is not None and (not stored.commit_id or key in self._pending):
-            record = copy
-        elif record is None or not is_document(key):
-            await self._check_pending(key, stored.commit_id)
+        record = stored.record if stored.commit_id else copy
         if record is None or record.expires_at_s <= self._clock():
             raise not_found(key)
         return record
 
     async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
-        found = await self._records.summaries(owner, documents=documents)
-        for key in self._pending:
-            copy = self.peek(key)
-            if key.owner == owner and is_document(key) == documents and copy is not None:
-                found[key] = copy.summary
-        now_s = self._clock()
+        found, now_s = await self._records.summaries(owner, documents=documents), self._clock()
         return [(key, summary) for key, summary in found.items() if summary.expires_at_s > now_s]
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
@@ -367,21 +297,18 @@ class RedisSessionStore(SessionStore):
         """As in memory; deletes nothing where Redis is down, since the session would come back."""
         marker = f"{DELETED}{secrets.token_hex(16)}"
         deleted = await self._records.delete(key, marker, self.ttl_s(key))
-        was_pending, was_used = key in self._pending, self._is_used(key)
-        self._pending.pop(key, None)
-        self._entries.pop(key, None)
-        if not (deleted or was_pending or was_used):
-            await self._check_pending(key, "")
+        was_unstored = self._unstored.pop(key, None) is not None
+        entry = self._entries.pop(key, None)
+        if not (deleted or was_unstored or (entry is not None and entry.users)):
             raise not_found(key)
 
     async def remove_stale(self) -> dict[SessionKey, SessionRecord]:
-        """Writes turns back, drops outdated copies, and now and then removes what has expired in Redis."""
-        await self._write_back()
+        """Marks sessions, drops outdated copies, and now and then removes what has expired in Redis."""
+        await self._mark()
         with suppress(StoreUnavailable):
-            if not self._pending:
-                self._has_peers = await self._records.register()
+            await self._records.register()
         await self._clean()
-        stale = self._stale().keys() - self._pending.keys()
+        stale = self._stale().keys()
         copies = self._to_compare(stale)
         now_s = self._clock()
         expired = {key: its for key, its in copies if key in stale and its.expires_at_s <= now_s}
@@ -397,7 +324,7 @@ class RedisSessionStore(SessionStore):
 
     def _to_compare(self, stale: Set[SessionKey]) -> list[tuple[SessionKey, SessionRecord]]:
         """Idle copies: all stale ones, and of the others those whose turn it is."""
-        idle = {key: record for key, record in self._idle().items() if key not in self._pending}
+        idle = self._idle()
         others = [key for key in idle if key not in stale]
         first = self._next_compared if self._next_compared < len(others) else 0
         self._next_compared = first + _COMPARED_AT_ONCE
@@ -417,53 +344,13 @@ class RedisSessionStore(SessionStore):
                 )
 
     async def close(self) -> None:
-        if self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.wait((self._announcing,))
         if self._releases:
             await asyncio.wait(self._releases)
-        await self._write_back()
-        if not self._pending:
-            with suppress(StoreUnavailable):
-                await self._records.leave()
+        await self._mark()
         await self._records.close()
-
-    async def _write_back(self) -> None:
-        """Write the turns that Redis has missed, but not of sessions whose turn has a lease in Redis."""
-        idle = self._idle()
-        for key, bases in list(self._pending.items()):
-            record = idle.get(key) or (self.peek(key) if key in self._offline else None)
-            if record is None:
-                if self.peek(key) is None and not self._is_used(key):
-                    self._pending.pop(key, None)
-                continue
-            try:
-                written = await self._records.write_back(key, bases, record)
-            except StoreUnavailable:
-                return
-            if written:
-                self._on_event("written_back")
-                if self.peek(key) is record:
-                    self._pending.pop(key, None)
-            else:
-                self._conflict(key)
-                self._pending.pop(key, None)
-                self._forget_idle(key, record)
-
-    def _is_used(self, key: SessionKey) -> bool:
-        """Whether a request has the session or waits for it."""
-        return key in self._entries and self._entries[key].users > 0
 
     def _forget_idle(self, key: SessionKey, record: SessionRecord) -> None:
         """Drop this record, unless a turn has started since."""
         entry = self._entries.get(key)
         if entry is not None and entry.users == 0 and entry.record is record:
             del self._entries[key]
-
-    def _conflict(self, key: SessionKey) -> None:
-        self._on_event("conflict")
-        _log.warning("turns made while Redis was down are dropped: another router has committed since")
-
-
-def _continued(key: SessionKey) -> SessionBusy:
-    return SessionBusy(f"Session {key.session_id!r} was continued by another router meanwhile")

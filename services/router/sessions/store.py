@@ -18,7 +18,7 @@ import msgspec
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.sessions.record import KeyUsage, SessionRecord, SessionSummary
 from kvferry.services.router.sessions.stored_record import MAX_RECORD_BYTES
-from kvferry.shared.control.messages import SessionBase, SessionKey
+from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import (
     CapacityExceeded,
     DocumentNotFound,
@@ -66,11 +66,6 @@ class SessionLease:
         """Whether the store still has the session that was leased."""
         return self._store._entries.get(self.key) is self._entry
 
-    @property
-    def base(self) -> SessionBase | None:
-        """What the turn continues, for workers that know other routers' turns; None where there are none."""
-        return None
-
     async def is_current(self) -> bool:
         """False once the session was deleted or taken over: this turn must not bring it back."""
         return self.is_valid
@@ -78,7 +73,9 @@ class SessionLease:
     async def commit(self, record: SessionRecord) -> bool:
         """Make the turn part of the session; returns whether the lease was still current.
 
-        Raises: InvalidRequest, CapacityExceeded: nothing is stored, see `SessionStore.check_quota`.
+        Raises:
+            InvalidRequest, CapacityExceeded: nothing is stored, see `SessionStore.check_quota`.
+            StoreUnavailable: Redis does not take the record.
         """
         store = self._store
         record = sized(replace(record, expires_at_s=store.next_expiry_s(self.key, record)))
@@ -86,6 +83,10 @@ class SessionLease:
             usage = await store.usage(self.key.owner, documents=is_document(self.key), excluding=self.key)
             store.check_bytes(self, usage, record.size_bytes)
         return self.put(record)
+
+    def note_unstored(self) -> None:
+        """The turn is answered although its commit has failed: the next one must have the whole
+        conversation. Memory takes every record."""
 
     def put(self, record: SessionRecord | None) -> bool:
         """Replace the record as it is, expiry included; None removes it."""
@@ -319,7 +320,7 @@ class SessionStore:
             (key, entry.record)
             for key, entry in self._entries.items()
             if key.owner == owner
-            and key.session_id.startswith(DOCUMENT_PREFIX) == documents
+            and is_document(key) == documents
             and entry.record is not None
             and (entry.users or entry.record.expires_at_s > now_s)
         ]

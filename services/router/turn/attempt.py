@@ -9,26 +9,24 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import structlog
 
 from kvferry.services.router.turn.worker_pool import Role, Worker
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.messages import (
-    DecodeControl,
     FinishReason,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
-    PrefillControl,
+    PrefillPrompt,
     PrefillRequest,
     RedirectRequest,
-    SessionBase,
-    SessionKey,
     SharedStart,
     Ticket,
     TicketIssued,
@@ -47,7 +45,9 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.version import VERSION
-from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.sampling.params import SampledToken
+
+_Told = TypeVar("_Told", GenerateRequest, PrefillRequest)
 
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
@@ -58,45 +58,26 @@ _ACCEPT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(PrefillPrompt):
     """One completion of one prompt.
+
+    Of an implicit session only the prompt's history is stored, and decode retains rows as `retained_as` says.
 
     Attributes:
         request_id: the client's; each attempt derives its own id for the workers.
-        owner: of the API key.
-        session: whose history is looked up and stored; of an implicit one the prompt's alone. None: neither.
-        document: whose history the session may begin with.
-        has_history: whether the session has had turns.
-        max_reused_tokens: as of `PrefillRequest`.
+        keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
         prefer_prefill: addresses that may have the session's history, best first.
         prefer_decode: addresses that may have retained the session's last selection, best first.
-        keeps_cut_off: whether the delivered tokens of a cut-off completion become part of the session.
-        priority, prompt_logprobs, session_base: as of `PrefillRequest`.
-        retained_as: of an implicit session, under which session decode retains its rows; None: not at all.
-        retained_bins: number of stretches of the prompt to report the retained fraction for; 0 reports none.
         deadline_s: when the whole turn must have ended, on the event loop's clock.
     """
 
     request_id: str
     model: ModelSpec
-    prompt_token_ids: tuple[int, ...]
     plan: CompressionPlan
-    sampling: SamplingParams
     deadline_s: float
-    owner: str = ""
-    session: SessionKey | None = None
-    document: SessionKey | None = None
-    has_history: bool = False
-    max_reused_tokens: int | None = None
     keeps_cut_off: bool = False
     prefer_prefill: tuple[str, ...] = ()
     prefer_decode: tuple[str, ...] = ()
-    probe: bool = False
-    priority: int = 0
-    retained_as: SessionKey | None = None
-    retained_bins: int = 0
-    prompt_logprobs: int | None = None
-    session_base: SessionBase | None = None
 
 
 @dataclass(kw_only=True)
@@ -134,27 +115,9 @@ class TurnStats:
         return self.first.method if self.first is not None else ""
 
 
-class PromptShare:
-    """Through it the first of several choices lets the others begin with the prompt's KV that it has brought.
-
-        open ──► accepted: decode has the prompt of this attempt; the others begin there
-          └────► closed: each of the others has the prompt run for itself
-
-    Args: siblings: of the other choices.
-    """
-
-    def __init__(self, siblings: tuple[SamplingParams, ...]) -> None:
-        self.siblings = siblings
-        self._attempt: asyncio.Future[Attempt | None] = asyncio.get_running_loop().create_future()
-
-    def accept(self, attempt: Attempt | None) -> None:
-        """Decode has the prompt of the first choice's attempt; None closes. The first call counts."""
-        if not self._attempt.done():
-            self._attempt.set_result(attempt)
-
-    async def attempt(self) -> Attempt | None:
-        """Wait for the attempt to begin from; None: there will be none."""
-        return await asyncio.shield(self._attempt)
+PromptShare = asyncio.Future["Attempt | None"]
+"""Of several choices: the first one's attempt, once decode has the prompt, with which the others begin; None
+has each of the others run the prompt for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +148,11 @@ class Attempt:
 
     Attributes:
         failed_role: the worker that ended the attempt; None while nothing failed.
+
+    Args:
+        other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
+        share: with the request's `siblings`, which gets this attempt.
+        start: with the prompt's KV that another choice's attempt has brought to decode; no prompt is run.
     """
 
     def __init__(
@@ -195,11 +163,8 @@ class Attempt:
         stats: TurnStats,
         other_decode: Callable[[KvferryError], Worker[DecodeControl] | None],
         share: PromptShare | None = None,
+        start: SharedStart | None = None,
     ) -> None:
-        """Args:
-        other_decode: a worker to go on with when decode has failed before it had the prompt's KV.
-        share: with the other choices of the request, of which this is the first.
-        """
         self.prefill = prefill
         self.decode = decode
         self.instance_ids: dict[Role, str] = {"prefill": prefill.instance_id, "decode": decode.instance_id}
@@ -207,12 +172,12 @@ class Attempt:
         self.worker_request_id = f"{request.request_id}.{secrets.token_hex(4)}"
         self.failed_role: Role | None = None
         self._request = request
-        self._stats = stats
+        self.stats = stats
         self._due_index: int | None = None
         self._accepted = False
         self._other_decode = other_decode
         self._share = share
-        self._siblings = share.siblings if share is not None else ()
+        self._start = start
         self.sibling_tokens: tuple[SampledToken, ...] = ()
         self._is_redirecting = False
         self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
@@ -223,15 +188,14 @@ class Attempt:
         """Raises: KvferryError, with `failed_role` set."""
         with self.prefill.busy():
             try:
-                moves = True
-                while moves:
-                    moves = False
+                while True:
                     try:
                         async with aclosing(self._decoded()) as events:
                             async for event in events:
                                 yield event
+                        return
                     except (WorkerUnavailable, TransferFailed) as error:
-                        if not (moves := self._moves(error)):
+                        if not self._moves(error):
                             raise
             finally:
                 if self._shipping is not None:
@@ -242,18 +206,16 @@ class Attempt:
         shipping = self._shipping
         if self._accepted or self._is_redirecting or shipping is None or shipping.done():
             return False
-        decode = self._other_decode(error)
-        if decode is None:
+        if (decode := self._other_decode(error)) is None:
             return False
         self.decode, self.instance_ids["decode"], self.failed_role = decode, decode.instance_id, None
         return True
 
     async def _decoded(self) -> AsyncGenerator[TurnEvent, None]:
         """The events of the attempt with one decode worker."""
-        with self.decode.busy():
+        with self.decode.busy(), self._blaming("decode"):
             async with aclosing(self._generate()) as decoding:
-                with self._blaming("decode"):
-                    ticket = await self._ticket(decoding)
+                ticket = await self._ticket(decoding)
                 if self._shipping is None:
                     yield Admitted()
                     self._shipping = asyncio.create_task(self._ship(ticket))
@@ -264,31 +226,24 @@ class Attempt:
                     if self._due_index is None:
                         await _until(self._first, self._shipping, accepting)
                         yield self._in_order(self._first.result())
-                    with self._blaming("decode"):
-                        await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
-                    if self._share is not None:
-                        has_tokens = len(self.sibling_tokens) == len(self._siblings)
-                        self._share.accept(self if has_tokens else None)
+                    await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
+                    if self._share is not None and not self._share.done():
+                        has_tokens = len(self.sibling_tokens) == len(self._request.siblings)
+                        self._share.set_result(self if has_tokens else None)
                     finished = False
-                    with self._blaming("decode"):
-                        async for event in decoding:
-                            match event:
-                                case TokenGenerated(token=token):
-                                    yield self._in_order(token)
-                                case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
-                                    await self.shipped()
-                                    self._stats.cache_bytes = cache_bytes
-                                    finished = True
-                                    yield Finished(reason=reason)
-                        if not finished:
-                            raise WorkerUnavailable("Decode's stream ended before the completion did")
+                    async for event in decoding:
+                        match event:
+                            case TokenGenerated(token=token):
+                                yield self._in_order(token)
+                            case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
+                                await self.shipped()
+                                self.stats.cache_bytes = cache_bytes
+                                finished = True
+                                yield Finished(reason=reason)
+                    if not finished:
+                        raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
                     await _cancel(accepting)
-
-    @property
-    def first(self) -> FirstToken | None:
-        """Prefill's answer for the prompt."""
-        return self._stats.first
 
     async def shipped(self) -> None:
         """Wait until prefill has sent everything, or was lost after it had."""
@@ -298,6 +253,13 @@ class Attempt:
     async def finish(self) -> None:
         """Have decode end the completion with the tokens that it has."""
         await self.decode.client.finish(self.worker_request_id, timeout_s=CUT_OFF_S)
+
+    def _told(self, kind: type[_Told], **others: Any) -> _Told:
+        """The request to a worker: every field that the turn has as well, and others."""
+        turn, names = self._request, [field.name for field in fields(kind)]
+        shared = {name: getattr(turn, name) for name in names if hasattr(turn, name)}
+        ids = {"request_id": self.worker_request_id, "model_fingerprint": turn.model.fingerprint}
+        return kind(**(shared | ids | others))
 
     def _remaining_s(self) -> float:
         """The workers' deadline, with time for a turn that may be cut off to return its tokens."""
@@ -355,30 +317,12 @@ class Attempt:
 
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
-        request, stats = self._request, self._stats
-        stream = self.prefill.client.prefill(
-            PrefillRequest(
-                request_id=self.worker_request_id,
-                model_fingerprint=request.model.fingerprint,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling=request.sampling,
-                ticket=ticket,
-                session=request.session,
-                document=request.document,
-                probe=request.probe,
-                retained_bins=request.retained_bins,
-                has_history=request.has_history,
-                max_reused_tokens=request.max_reused_tokens,
-                priority=request.priority,
-                prompt_logprobs=request.prompt_logprobs,
-                retained_as=request.retained_as,
-                owner=request.owner,
-                session_base=request.session_base,
-                siblings=self._siblings,
-            ),
-            timeout_s=self._remaining_s(),
-        )
-        sent, first = False, self._first
+        if self._start is not None:
+            self._first.set_result(self._start.first_token)
+            return
+        stats, first, sent = self.stats, self._first, False
+        request = self._told(PrefillRequest, ticket=ticket)
+        stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
         with self._blaming("prefill"):
             try:
                 async with aclosing(stream):
@@ -389,8 +333,11 @@ class Attempt:
                                 stats.prefill_s += event.prefill_s
                                 self.sibling_tokens = event.sibling_tokens
                                 first.set_result(event.token)
-                            case TransferDone():
-                                self._count(event)
+                            case TransferDone(delta_bytes=delta_bytes):
+                                stats.shipped_bytes += sum(event.bytes_by_kind.values())
+                                stats.transfer_s += event.transfer_s
+                                if delta_bytes is not None:
+                                    stats.delta_bytes = (stats.delta_bytes or 0) + delta_bytes
                                 sent = True
                 if not (sent and first.done()):
                     raise WorkerUnavailable("Prefill's stream ended before its transfer did")
@@ -399,34 +346,19 @@ class Attempt:
                     raise
                 self._log.warning("prefill lost after its transfer", error=error.message)
 
-    def _count(self, event: TransferDone) -> None:
-        stats = self._stats
-        stats.shipped_bytes += sum(event.bytes_by_kind.values())
-        stats.transfer_s += event.transfer_s
-        if event.delta_bytes is not None:
-            stats.delta_bytes = (stats.delta_bytes or 0) + event.delta_bytes
-
     # ---- decode ------------------------------------------------------------------------------------------
 
-    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
-        request, session = self._request, self._request.session
+    def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
+        session = self._request.session
         is_implicit = session is not None and session.is_implicit
-        return self.decode.client.generate(
-            GenerateRequest(
-                request_id=self.worker_request_id,
-                model_fingerprint=request.model.fingerprint,
-                prompt_token_ids=request.prompt_token_ids,
-                plan=request.plan,
-                sampling=request.sampling,
-                store_history=session is not None and not is_implicit,
-                probe=request.probe,
-                session=request.retained_as if is_implicit else session,
-                owner=request.owner,
-                num_siblings=len(self._siblings),
-                shares=shares,
-            ),
-            timeout_s=self._remaining_s(),
+        request = self._told(
+            GenerateRequest,
+            store_history=session is not None and not is_implicit,
+            session=self._request.retained_as if is_implicit else session,
+            num_siblings=len(self._request.siblings),
+            shares=self._start,
         )
+        return self.decode.client.generate(request, timeout_s=self._remaining_s())
 
     async def _ticket(self, decoding: AsyncGenerator[GenerateEvent, None]) -> Ticket:
         event = await anext(decoding, None)
@@ -434,7 +366,7 @@ class Attempt:
             raise WorkerUnavailable("Decode ended the turn without a ticket")
         granted = event.ticket.plan.plan.budget.tokens if event.ticket.plan is not None else None
         if granted is not None and granted < (self._request.plan.budget.tokens or 0):
-            self._stats.smaller_budget = min(granted, self._stats.smaller_budget or granted)
+            self.stats.smaller_budget = min(granted, self.stats.smaller_budget or granted)
         return event.ticket
 
     async def _acceptance(self, decoding: AsyncGenerator[GenerateEvent, None]) -> None:
@@ -450,30 +382,6 @@ class Attempt:
             )
         self._due_index = token.index + 1
         return token
-
-
-class SiblingAttempt(Attempt):
-    """An attempt that begins with the prompt's KV which another choice's attempt has brought to decode.
-
-    It runs no prompt and ships nothing; where it fails, the turn goes on with an attempt of its own.
-    """
-
-    def __init__(self, first: Attempt, number: int, request: TurnRequest, stats: TurnStats) -> None:
-        """Args:
-        first: of the first choice; decode has accepted its prompt.
-        number: of this choice among its siblings, from 0.
-        """
-        super().__init__(first.prefill, first.decode, request, stats, lambda error: None)
-        self._sharing = first
-        self._token = first.sibling_tokens[number]
-
-    def _generate(self, shares: SharedStart | None = None) -> AsyncGenerator[GenerateEvent, None]:
-        start = SharedStart(request_id=self._sharing.worker_request_id, first_token=self._token)
-        return super()._generate(start)
-
-    async def _ship(self, ticket: Ticket) -> None:
-        self._stats.first = self._sharing.first
-        self._first.set_result(self._token)
 
 
 def _is_of_release(error: KvferryError) -> bool:
@@ -513,11 +421,9 @@ def _raise_failure(tasks: tuple[asyncio.Task[Any], ...]) -> None:
         raise next((error for error in failed if isinstance(error, WorkerUnavailable)), failed[0])
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    """End tasks, so that the streams they read can be closed."""
-    for task in tasks:
-        task.cancel()
-    ended, _ = await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
-    for task in ended:
-        if not task.cancelled():
-            task.exception()  # retrieved, or asyncio would log it
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """End a task, so that the stream it reads can be closed."""
+    task.cancel()
+    await asyncio.wait((task,), timeout=_CLOSE_TIMEOUT_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # retrieved, or asyncio would log it

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import structlog
 
 from kvferry.services.router.turn.attempt import TurnRequest
-from kvferry.services.router.turn.turn import TurnRunner
-from kvferry.services.router.turn.worker_pool import served_model
+from kvferry.services.router.turn.runner import TurnRunner, served_model
+from kvferry.services.router.turn.turn import Turn
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
@@ -110,4 +110,4 @@ class Readiness:
             deadline_s=asyncio.get_running_loop().time() + _PROBE_TIMEOUT_S,
             probe=True,
         )
-        await self._runner.run(request)
+        await Turn(self._runner, request).run()

@@ -14,13 +14,14 @@ import random
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import structlog
 import xxhash
 
+from kvferry.shared.control.calls import WorkerControl
 from kvferry.shared.control.messages import WorkerStatus
 from kvferry.shared.errors import DeadlineExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.model.spec import ModelSpec
@@ -35,7 +36,6 @@ NUM_NEAR = 8
 """Workers that may have the prompts which begin alike; see `WorkerPool.near`."""
 MAX_STATUS_CALLS_PER_S = 200.0
 """Of one pool. With more workers, each is asked less often."""
-_STATUS_TIMEOUT_S = 2.0
 _STOOD_STILL_S = 1.0
 """A time limit that runs out so much later than it should says that this router stood still, and nothing of
 the worker."""
@@ -44,17 +44,10 @@ _MISSES = 5
 the connection may be at fault."""
 _FOREIGN = ("damaged", "bad_answer")
 """Reasons for which an answer is not understood: the worker may be of another release."""
-_RESOLVE_INTERVAL_S = 5.0
 _RESOLVE_TIMEOUT_S = 5.0
 
 
-class WorkerClient(Protocol):
-    """The part of a client that the pool calls."""
-
-    async def status(self, *, timeout_s: float) -> WorkerStatus: ...
-
-
-ClientT = TypeVar("ClientT", bound=WorkerClient)
+ClientT = TypeVar("ClientT", bound=WorkerControl)
 
 
 @dataclass
@@ -108,7 +101,7 @@ class _Ready(Generic[ClientT]):
     """The ready workers of one model, or of all, as a ring: in the order of their addresses' digests."""
 
     def __init__(self, workers: Iterable[Worker[ClientT]]) -> None:
-        ring = sorted((xxhash.xxh3_64_intdigest(its.address.encode()), its.address, its) for its in workers)
+        ring = sorted((xxhash.xxh3_64_intdigest(it.address.encode()), it.address, it) for it in workers)
         self.places = tuple(place for place, _, _ in ring)
         self.workers = tuple(worker for _, _, worker in ring)
         self.versions = Counter(worker.version for worker in self.workers)
@@ -140,8 +133,8 @@ class WorkerPool(Generic[ClientT]):
         heard_s: Callable[[ClientT], float] = lambda client: 0.0,
         resolve: Resolve | None = None,
         status_interval_s: float,
-        status_timeout_s: float = _STATUS_TIMEOUT_S,
-        resolve_interval_s: float = _RESOLVE_INTERVAL_S,
+        status_timeout_s: float = 2.0,
+        resolve_interval_s: float = 5.0,
     ) -> None:
         self.role: Role = role
         self._targets = tuple(targets)
@@ -175,18 +168,17 @@ class WorkerPool(Generic[ClientT]):
         """Resolve names and poll every worker once, then go on in the background."""
         await self._refresh_addresses()
         await self._poll_all()
-        repeated = (
-            (self._poll_all, self.status_interval_s),
-            (self._refresh_addresses, self._resolve_interval_s),
-        )
-        self._loops = [asyncio.create_task(self._repeat(*work), name=self.role) for work in repeated]
+        self._loops = [
+            asyncio.create_task(self._repeat(self._poll_all, self.status_interval_s)),
+            asyncio.create_task(self._repeat(self._refresh_addresses, self._resolve_interval_s)),
+        ]
 
     async def close(self) -> None:
         for task in self._loops:
             task.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         self._loops = []
-        for worker in list(self._workers.values()):
+        for worker in self.workers():
             await self._close_client(worker)
         self._workers.clear()
 
@@ -204,8 +196,8 @@ class WorkerPool(Generic[ClientT]):
     @property
     def misunderstood(self) -> str:
         """The end of a sentence about a worker whose status is not understood; "" where there is none."""
-        found = (its for its in self._workers.values() if its.status is None and its.problem)
-        return next((f"; of the {self.role} worker {its.address}: {its.problem}" for its in found), "")
+        found = (worker for worker in self.workers() if worker.status is None and worker.problem)
+        return next((f"; of the {self.role} worker {one.address}: {one.problem}" for one in found), "")
 
     def versions(self, fingerprint: str) -> Counter[int]:
         """The block protocols of the model's ready workers, and how many workers speak each."""
@@ -215,18 +207,14 @@ class WorkerPool(Generic[ClientT]):
         """The workers' models, and how many workers have each."""
         if ready_only not in self._models:
             workers = self.ready_workers() if ready_only else self.workers()
-            found = Counter(worker.model for worker in workers if worker.model is not None)
-            self._models[ready_only] = found
+            self._models[ready_only] = Counter(it.model for it in workers if it.model is not None)
         return self._models[ready_only]
 
     def kernel_paths(self) -> dict[str, list[str]]:
         """The kernel paths that the workers which are up use, by op."""
-        paths: dict[str, set[str]] = {}
-        for worker in self.workers():
-            if worker.status is not None:
-                for op, path in worker.status.kernel_paths.items():
-                    paths.setdefault(op, set()).add(path)
-        return {op: sorted(taken) for op, taken in sorted(paths.items())}
+        up = [worker.status.kernel_paths for worker in self.workers() if worker.status is not None]
+        ops = sorted({op for paths in up for op in paths})
+        return {op: sorted({paths[op] for paths in up if op in paths}) for op in ops}
 
     def choose(
         self,
@@ -253,7 +241,7 @@ class WorkerPool(Generic[ClientT]):
             )
         for address in prefer:
             worker = self._workers.get(address)
-            if worker is not None and _fits(worker, fingerprint, version) and address not in avoid:
+            if worker is not None and fits(worker, fingerprint, version) and address not in avoid:
                 return worker
         # Drawn in random order, so that equally idle workers take turns.
         drawn = random.sample(ready, min(len(ready), NUM_COMPARED + len(avoid)))
@@ -269,13 +257,11 @@ class WorkerPool(Generic[ClientT]):
 
     async def wait_ready(self, fingerprint: str, *, timeout_s: float) -> None:
         """Wait until some worker is ready; at the timeout it returns, and `choose` raises."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.ready_workers(fingerprint):
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:
-            return
 
     def report_lost(self, address: str, instance_id: str) -> None:
         """Mark a worker that a turn lost as down until its next status. Ignored where it has restarted
@@ -310,7 +296,7 @@ class WorkerPool(Generic[ClientT]):
 
     def _ring(self, fingerprint: str | None, version: int | None = None) -> _Ready[ClientT]:
         if (fingerprint, version) not in self._ready:
-            found = (its for its in self._workers.values() if _fits(its, fingerprint, version))
+            found = (worker for worker in self.workers() if fits(worker, fingerprint, version))
             self._ready[fingerprint, version] = _Ready(found)
         return self._ready[fingerprint, version]
 
@@ -347,12 +333,8 @@ class WorkerPool(Generic[ClientT]):
             await self._disconnect(worker.client)
 
     async def _poll_all(self) -> None:
-        await asyncio.gather(
-            *(
-                self._poll(worker, index / MAX_STATUS_CALLS_PER_S)
-                for index, worker in enumerate(list(self._workers.values()))
-            )
-        )
+        every = enumerate(self.workers())
+        await asyncio.gather(*(self._poll(worker, i / MAX_STATUS_CALLS_PER_S) for i, worker in every))
         self._changed.set()
 
     async def _poll(self, worker: Worker[ClientT], delay_s: float) -> None:
@@ -362,10 +344,10 @@ class WorkerPool(Generic[ClientT]):
             # One answer may be late on a busy machine; after two the worker is down, and its turns go on
             # elsewhere.
             status = await self._status_of(worker)
-        if status is None and worker.missed and (worker.in_flight or worker.missed % _MISSES == 0):
-            await self._connect_anew(worker)
         if status is not None:
             self.take_status(worker, status)
+        elif worker.missed and (worker.in_flight or worker.missed % _MISSES == 0):
+            await self._connect_anew(worker)
 
     async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
         """Ask once; a worker that refuses, or is late for a second time, is down as `Worker` says."""
@@ -387,8 +369,7 @@ class WorkerPool(Generic[ClientT]):
                 if stood_still or was_heard:
                     worker.missed = 0
                     return None
-            is_foreign = isinstance(error, KvferryError) and error.reason in _FOREIGN
-            worker.problem = str(error) if is_foreign else ""
+            worker.problem = str(error) if getattr(error, "reason", "") in _FOREIGN else ""
             if worker.status is not None:
                 self._log.warning("worker down", address=worker.address, error=str(error))
             self._set_status(worker, None)
@@ -412,69 +393,26 @@ def _load(worker: Worker[ClientT]) -> tuple[int, int]:
     return max(status.running + status.waiting, worker.in_flight), -status.free_bytes
 
 
-def _fits(worker: Worker[Any], fingerprint: str | None, version: int | None) -> bool:
+def fits(worker: Worker[Any], fingerprint: str | None, version: int | None) -> bool:
     """Whether it is ready to run turns of this model in this version of the block protocol; None: any."""
     ready = worker.ready_for
     return ready is not None and fingerprint in (None, ready[0]) and version in (None, ready[1])
 
 
-def shared_version(
-    prefill: WorkerPool[Any], decode: WorkerPool[Any], fingerprint: str, *, prefer: Sequence[str] = ()
-) -> int | None:
-    """The block protocol in which a turn's two workers will exchange KV, which must be the same; None where
-    no pair of ready workers has one. During an upgrade there may be several: that of the first preferred
-    prefill worker, else the one of which there are most pairs, the newest of equals."""
-    at_prefill, at_decode = prefill.versions(fingerprint), decode.versions(fingerprint)
-    pairs = {version: min(count, at_decode[version]) for version, count in at_prefill.items()}
-    shared = {version: count for version, count in pairs.items() if count}
-    for address in prefer if len(shared) > 1 else ():
-        worker = prefill.worker(address)
-        if worker is not None and worker.version in shared and _fits(worker, fingerprint, None):
-            return worker.version
-    return max(shared, key=lambda version: (shared[version], version), default=None)
-
-
-def served_model(
-    prefill: WorkerPool[Any], decode: WorkerPool[Any], *, ready_only: bool = False
-) -> ModelSpec | None:
-    """The model that workers of both roles have; during a rollout, the one that more of them have.
-
-    Args:
-        ready_only: ignore workers that are not ready now.
-    """
-    for only in (True,) if ready_only else (True, False):
-        prefill_models, decode_models = prefill.models(ready_only=only), decode.models(ready_only=only)
-        at_decode = Counter({spec.fingerprint: count for spec, count in decode_models.items()})
-        shared = [
-            spec
-            for spec in prefill_models
-            if at_decode[spec.fingerprint]
-            and not (only and shared_version(prefill, decode, spec.fingerprint) is None)
-        ]
-        if shared:
-            widths = {spec: prefill_models[spec] + at_decode[spec.fingerprint] for spec in shared}
-            return max(shared, key=lambda spec: (widths[spec], spec.fingerprint))
-    return None
-
-
-async def resolve_address(target: str, *, timeout_s: float = _RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
+async def resolve_address(target: str) -> tuple[str, ...]:
     """The `host:port` addresses behind a `host:port` target, sorted; empty where the name has none now."""
     host, port = parse_address("worker", target)
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        pass
-    else:
         return (target,)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, TimeoutError):
         return ()
-    hosts = {
-        str(address[0]) for family, _, _, _, address in found if family in (socket.AF_INET, socket.AF_INET6)
-    }
-    if any(":" not in entry for entry in hosts):
-        # A name with both families lists each machine twice; IPv4 alone lists it once.
-        hosts = {entry for entry in hosts if ":" not in entry}
-    return tuple(sorted(format_address(entry, port) for entry in hosts))
+    hosts: dict[int, set[str]] = {}
+    for family, _, _, _, address in found:
+        hosts.setdefault(family, set()).add(str(address[0]))
+    # A name with both families lists each machine twice; IPv4 alone lists it once.
+    listed = hosts.get(socket.AF_INET) or hosts.get(socket.AF_INET6) or ()
+    return tuple(sorted(format_address(host, port) for host in listed))

@@ -69,9 +69,7 @@ def merge_weight(similarity: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(similarity >= threshold, similarity.exp(), 0.0)
 
 
-def merge_prompt(
-    keys: Tensor, values: Tensor, positions: Tensor, *, max_similarities: int = MAX_SIMILARITIES
-) -> MergedRows:
+def merge_prompt(keys: Tensor, values: Tensor, positions: Tensor) -> MergedRows:
     """Gather a layer's retained rows and merge the evicted rows into them.
 
     `tau_0 = mean_i u_i` (Eq. 10, t = 0); then with `D_j = e + sum_{i -> j} e^{u_ij}` over the evicted i whose
@@ -81,10 +79,11 @@ def merge_prompt(
     Deviation: Eq. 12 as printed gives every evicted row the weight of all of them together; here the weights
     sum to one. tau is per KV head.
 
+    The T x S matrix of similarities is never made.
+
     Args:
         keys, values: `[H_kv, T, D]`, keys post-RoPE; not changed.
         positions: int `[H_kv, S]`, the retained tokens, ascending and unique per head.
-        max_similarities: the most similarities in memory at a time; the T x S matrix is never made.
     """
     num_kv_heads, num_tokens, _ = keys.shape
     kept_keys, kept_values = gather_rows(keys, positions), gather_rows(values, positions)
@@ -92,14 +91,14 @@ def merge_prompt(
     if evicted.shape[1] == 0:
         unset = torch.full((num_kv_heads,), torch.nan, dtype=torch.float32, device=keys.device)
         return MergedRows(keys=kept_keys, values=kept_values, thresholds=unset)
-    chunk = max(1, max_similarities // positions.numel())
+    chunk = max(1, MAX_SIMILARITIES // positions.numel())
     parts = [evicted[:, begin : begin + chunk] for begin in range(0, evicted.shape[1], chunk)]
     nearest = [cosine_similarities(gather_rows(keys, part), kept_keys).max(dim=-1) for part in parts]
     similarity = torch.cat([found.values for found in nearest], 1)
     # summed in float64, so that the mean of equal similarities is exactly that similarity
     thresholds = similarity.double().mean(dim=1).float()
     merges = [
-        _Merge(sources=part, targets=found.indices, weights=merge_weight(found.values, thresholds[:, None]))
+        (part, found.indices, merge_weight(found.values, thresholds[:, None]))
         for part, found in zip(parts, nearest, strict=True)
     ]
     return MergedRows(
@@ -109,27 +108,22 @@ def merge_prompt(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Merge:
-    """Evicted rows: their tokens, the retained rows they are merged into, and weights; each `[H_kv, E]`."""
+def _merged(rows: Tensor, kept: Tensor, merges: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Eq. 11 for K or V: merge rows `[H_kv, T, D]` into the retained rows `[H_kv, S, D]`.
 
-    sources: Tensor
-    targets: Tensor
-    weights: Tensor
-
-
-def _merged(rows: Tensor, kept: Tensor, merges: Sequence[_Merge]) -> Tensor:
-    """Eq. 11 for K or V: merge rows `[H_kv, T, D]` into the retained rows `[H_kv, S, D]`."""
+    Args: merges: of evicted rows their tokens, the retained rows they are merged into, and weights, each
+        `[H_kv, E]`.
+    """
     num_kv_heads, num_kept, head_dim = kept.shape
     sums = kept.float().reshape(-1, head_dim) * math.e
     weights = torch.full_like(sums[:, :1], math.e)
     touched = torch.zeros_like(weights, dtype=torch.bool)
     first_row = torch.arange(num_kv_heads, device=kept.device)[:, None] * num_kept
-    for merge in merges:
-        index = (first_row + merge.targets).reshape(-1)
-        weight = merge.weights.reshape(-1, 1)
+    for sources, targets, of_sources in merges:
+        index = (first_row + targets).reshape(-1)
+        weight = of_sources.reshape(-1, 1)
         _add_rows(weights, index, weight)
-        _add_rows(sums, index, weight * gather_rows(rows, merge.sources).float().reshape(-1, head_dim))
+        _add_rows(sums, index, weight * gather_rows(rows, sources).float().reshape(-1, head_dim))
         touched[index[weight[:, 0] > 0]] = True
     merged = (sums / weights).to(kept.dtype)
     return torch.where(touched, merged, kept.reshape(-1, head_dim)).view_as(kept)

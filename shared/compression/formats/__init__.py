@@ -1,6 +1,6 @@
 """Formats by name, as a plan and its resolved layers name them (`representation`).
 
-Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`installed.py`).
+Adding one is one file and one entry of `FORMATS`, or an entry point of another package (`interface.Method`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.shared.compression.formats.compacting import Compacting
-from kvferry.shared.compression.formats.interface import Encoded, LayerFormat, Tensors
+from kvferry.shared.compression.formats.compacting import CompactingCache, NaiveCompacting, selected_segments
+from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, NaiveLayer, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -19,8 +19,7 @@ from kvferry.shared.compression.formats.rows import Rows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.uniform import Uniform
 from kvferry.shared.compression.formats.window import Window
-from kvferry.shared.compression.installed import installed_formats
-from kvferry.shared.compression.interface import LayerInputs, LayerShape
+from kvferry.shared.compression.interface import LayerInputs, LayerShape, installed_parts, with_installed
 from kvferry.shared.compression.plan import (
     STATE_FORMAT,
     WINDOW_FORMAT,
@@ -28,7 +27,6 @@ from kvferry.shared.compression.plan import (
     ResolvedPlan,
     is_measured,
     look_up,
-    with_installed,
 )
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
@@ -52,7 +50,10 @@ def format_class(part: Part) -> type[LayerFormat]:
         InvalidRequest: no format has this name.
         ConfigurationError: an installed method brings a format whose name is taken.
     """
-    return look_up("representation", part.name, with_installed("formats", FORMATS, installed_formats()))
+    known: Mapping[str, type[LayerFormat]] = with_installed(
+        "formats", FORMATS, installed_parts("representation")
+    )
+    return look_up("representation", part.name, known)
 
 
 def make_formats(
@@ -66,16 +67,6 @@ def make_formats(
     Raises: InvalidRequest: an unknown format or attention, sizes that do not belong to it, or a plan for
         other layers than the model's.
     """
-    shape = LayerShape(
-        num_prompt_tokens=resolved.num_prompt_tokens,
-        max_new_tokens=resolved.max_new_tokens,
-        num_kv_heads=spec.num_kv_heads,
-        group_size=spec.group_size,
-        head_dim=spec.head_dim,
-        dtype=TORCH_DTYPES[spec.dtype],
-        returns_generated=returns_generated,
-        fingerprint=spec.fingerprint,
-    )
     formats: list[LayerFormat] = []
     specs = spec.layers or (LayerSpec(),) * spec.num_layers
     kinds = list(zip(resolved.layers, specs, strict=True))
@@ -87,18 +78,22 @@ def make_formats(
         _check_format(number, layer.representation.name, spec_of_layer)
         its_class = format_class(layer.representation)
         heads = spec.heads(number)
-        its_shape = replace(
-            shape,
+        shape = LayerShape(
+            num_prompt_tokens=resolved.num_prompt_tokens,
+            max_new_tokens=resolved.max_new_tokens,
             num_kv_heads=heads.num_kv_heads,
             group_size=heads.group_size,
             head_dim=heads.head_dim,
+            dtype=TORCH_DTYPES[spec.dtype],
             latent_dim=spec_of_layer.latent_dim,
+            returns_generated=returns_generated,
+            fingerprint=spec.fingerprint,
             state=spec_of_layer.state,
         )
-        if layer.generated is None:
-            formats.append(its_class.of(resolved.plan, layer, its_shape))
-        else:
-            formats.append(Compacting.over(its_class, resolved.plan, layer, its_shape))
+        fmt = its_class.of(resolved.plan, layer, shape)
+        if layer.generated is not None:
+            fmt = replace(fmt, segments=selected_segments(resolved.plan, layer.generated))
+        formats.append(fmt)
     return tuple(formats)
 
 
@@ -117,6 +112,18 @@ def _check_format(number: int, name: str, layer: LayerSpec) -> None:
             f"{'rows' if layer.has_rows else 'a state'}",
             param="ticket.plan",
         )
+
+
+def compacted(cache: LayerCache) -> LayerCache:
+    """A layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
+    segments = cache.format.segments
+    return cache if segments is None else CompactingCache(cache, segments)
+
+
+def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
+    """As `LayerFormat.naive`, with new rows compacted as the format says."""
+    inner = fmt.naive(tensors)
+    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
 def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...]) -> int | None:

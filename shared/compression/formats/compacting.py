@@ -1,23 +1,21 @@
 """Compaction of generated tokens: of every full segment of them, only the rows with the highest scores stay.
 
 A long answer then grows by a fraction of its tokens, whatever the format of the prompt, whose rows all stay.
-`rdkv` packs its segments instead (`packed_layer.py`).
+`rdkv` packs its segments instead (`rdkv.PackedSegments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling, scale_of
-from kvferry.shared.compression.attention.kinds import EVICTIONS
+from kvferry.shared.compression.attention import EVICTIONS
 from kvferry.shared.compression.formats.interface import (
-    Encoded,
     LayerCache,
     LayerFormat,
     NaiveLayer,
@@ -52,34 +50,49 @@ _QUERIES = "segment_queries"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
+class Segments(ABC):
     """How a layer's generated tokens are compacted.
 
     rows of new tokens   | k of segment 0 | k of segment 1 | at most R rows of the current segment |
                                              full, and one more row comes ──► k of them stay
 
-    Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
-    SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
-    attention the prompt takes from it. What has been selected is not selected from again.
-
     Attributes:
         segment_tokens: R.
         kept_rows: k, the rows of a full segment that stay in each KV head.
-        scorer: gives the tokens of a segment their scores.
     """
 
     segment_tokens: int
-    kept_rows: int
-    scorer: Part
-
-    @cached_property
-    def made_scorer(self) -> Scorer:
-        return make_scorer(self.scorer, rows=self.kept_rows)
+    kept_rows: int = 0
 
     @property
+    @abstractmethod
     def window(self) -> int:
-        """How many of a segment's last queries its scores depend on."""
-        return min(self.made_scorer.observed_queries or 0, self.segment_tokens)
+        """How many of a segment's last queries its compaction depends on."""
+
+    def regions(self, shape: LayerShape) -> Specs:
+        """Regions beside those of the format."""
+        return {_QUERIES: self._queries(shape)}
+
+    def _queries(self, shape: LayerShape) -> TensorSpec:
+        """The current segment's last queries."""
+        size = (shape.num_kv_heads, shape.group_size, self.window, shape.head_dim)
+        return TensorSpec(shape=size, dtype=shape.dtype)
+
+    def queries_bytes(self, shape: LayerShape, num_appended: int) -> int:
+        """Bytes of the observed queries: all of them from the first on."""
+        first = self.segment_tokens - self.window
+        return self._queries(shape).size_bytes if num_appended > first else 0
+
+    @abstractmethod
+    def compact(
+        self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compact a full segment.
+
+        Args: inner: the format's layer; queries `[H_kv, G, W, D]`, the segment's last; keys, values
+            `[H_kv, R, D]`.
+        Returns: K and V `[H_kv, k, D]` of the rows that stay, in other memory.
+        """
 
     def num_rows(self, num_appended: int) -> int:
         """Rows after `num_appended` tokens."""
@@ -90,6 +103,35 @@ class Segments:
         """The most rows at any time until `num_appended` tokens."""
         last_full = num_appended // self.segment_tokens * self.segment_tokens
         return max(self.num_rows(num_appended), self.num_rows(last_full))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedSegments(Segments):
+    """Segments of which the rows with the highest scores stay.
+
+    Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
+    SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
+    attention the prompt takes from it. What has been selected is not selected from again.
+
+    Attributes:
+        scorer: gives the tokens of a segment their scores.
+    """
+
+    scorer: Part
+
+    @cached_property
+    def made_scorer(self) -> Scorer:
+        return make_scorer(self.scorer, rows=self.kept_rows)
+
+    @property
+    def window(self) -> int:
+        return min(self.made_scorer.observed_queries or 0, self.segment_tokens)
+
+    def compact(
+        self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        index = self.select(queries, keys, values, scaling=scaling)
+        return gather_rows(keys, index), gather_rows(values, index)
 
     def select(self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
         """The rows of a full segment that stay.
@@ -103,23 +145,17 @@ class Segments:
 
 def check_generated(generated: Part, plan: CompressionPlan, fmt: type[LayerFormat]) -> None:
     """Check that a plan's generated tokens can be compacted. Raises: InvalidRequest: they cannot."""
-    refusing = [
-        text
-        for text, refuses in (
-            (f"format {plan.representation.name!r}", not fmt.compacts),
-            (f"attention {plan.attention.name!r}", plan.attention.name in EVICTIONS),
-            (
-                f"layer_allocation {plan.layer_allocation.name!r}",
-                plan.layer_allocation.name in MEASURED_ALLOCATIONS,
-            ),
-            ("a plan without a scorer", plan.scorer is None),
-        )
-        if refuses
-    ]
-    if refusing:
-        raise InvalidRequest(
-            f"{REBUDGET_TOKENS} does not go with {refusing[0]}", param="kv_compression.parameters"
-        )
+    allocation = plan.layer_allocation.name
+    for text, refuses in (
+        (f"format {plan.representation.name!r}", not fmt.compacts),
+        (f"attention {plan.attention.name!r}", plan.attention.name in EVICTIONS),
+        (f"layer_allocation {allocation!r}", allocation in MEASURED_ALLOCATIONS),
+        ("a plan without a scorer", plan.scorer is None),
+    ):
+        if refuses:
+            raise InvalidRequest(
+                f"{REBUDGET_TOKENS} does not go with {text}", param="kv_compression.parameters"
+            )
     scorer, size = _scorer_and_size(generated)
     read_params("generated tokens", {REBUDGET_TOKENS: size}, {REBUDGET_TOKENS: Between(1, _MOST_TOKENS)})
     if make_scorer(scorer, rows=1).observed_queries is None:
@@ -152,126 +188,35 @@ def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
     return Part(name=generated.name, params=params), generated.params.get(REBUDGET_TOKENS, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compacting(LayerFormat):
-    """Another format, whose rows of new tokens are compacted segment by segment.
-
-    Attributes:
-        inner: the format, with room for the rows that there are at a time.
-        segments: their sizes.
-    """
-
-    name: ClassVar[str] = "compacting"
-    inner: LayerFormat
-    segments: Segments
-
-    @classmethod
-    def over(
-        cls, fmt: type[LayerFormat], plan: CompressionPlan, layer: LayerPlan, shape: LayerShape
-    ) -> Compacting:
-        """Raises: InvalidRequest: sizes that do not belong to this format, or to the inner one."""
-        assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
-        assert layer.generated is not None
-        allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
-        sizes = read_params("a layer's generated tokens", layer.generated.params, allowed)
-        segments = Segments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
-        room = replace(
-            shape, max_new_tokens=segments.most_rows(shape.num_new_rows) + 1, returns_generated=False
-        )
-        return cls(shape=shape, rows=layer.rows, inner=fmt.of(plan, layer, room), segments=segments)
-
-    @property
-    def kinds(self) -> Mapping[str, str]:  # type: ignore[override]
-        return self.inner.kinds
-
-    @property
-    def observed_queries(self) -> int | None:
-        return self.inner.observed_queries
-
-    @property
-    def takes_scores(self) -> bool:
-        return self.inner.takes_scores
-
-    def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        return self.inner.compress(inputs, scores)
-
-    def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
-        return self.inner.encode(inputs, scores)
-
-    def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        return self.inner.positions_by_head(tensors)
-
-    def tensors(self) -> Specs:
-        return self.inner.tensors()
-
-    def regions(self) -> Specs:
-        return {**self.inner.regions(), _QUERIES: self._queries}
-
-    @property
-    def _queries(self) -> TensorSpec:
-        shape = (self.shape.num_kv_heads, self.shape.group_size, self.segments.window, self.shape.head_dim)
-        return TensorSpec(shape=shape, dtype=self.shape.dtype)
-
-    @property
-    def divides(self) -> bool:  # type: ignore[override]
-        return self.inner.divides
-
-    def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        return self.inner.parts(tensors, num_parts)
-
-    def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        return self.inner.receive(header, regions)
-
-    def open(self, regions: Tensors, tensors: Tensors) -> CompactingCache:
-        return CompactingCache(self, self.inner.open(regions, tensors))
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        rows_bytes = self.inner.used_bytes(self.segments.num_rows(num_appended), prompt_bytes)
-        return rows_bytes + self.queries_bytes(num_appended)
-
-    def queries_bytes(self, num_appended: int) -> int:
-        """Bytes of the observed queries: all of them from the first on."""
-        first = self.segments.segment_tokens - self.segments.window
-        return self._queries.size_bytes if num_appended > first else 0
-
-    def prompt_bytes(self, tensors: Tensors) -> int | None:
-        return self.inner.prompt_bytes(tensors)
-
-    def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.inner.kept_bytes(prompt_bytes)
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.inner.read_bytes(prompt_bytes)
-
-    def naive(self, tensors: Tensors) -> NaiveCompacting:
-        return NaiveCompacting(self.segments, self.inner.naive(tensors))
+def selected_segments(plan: CompressionPlan, generated: Part) -> SelectedSegments:
+    """The segments of a resolved layer. Raises: InvalidRequest: sizes that no plan has."""
+    assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
+    allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
+    sizes = read_params("a layer's generated tokens", generated.params, allowed)
+    return SelectedSegments(**sizes, scorer=_scorer_and_size(plan.generated)[0])
 
 
 class CompactingCache(LayerCache):
-    """The inner format's layer in the arena, and the last queries of the current segment.
+    """A format's layer in the arena, and the last queries of the current segment.
 
     Rows that do not stay are copied to the host first if they are wanted at the end.
     """
 
-    format: Compacting
-    settles: ClassVar[bool] = True
-
-    def __init__(self, fmt: Compacting, inner: LayerCache) -> None:
-        super().__init__(fmt, inner.regions)
+    def __init__(self, inner: LayerCache, segments: Segments) -> None:
+        super().__init__(inner.format, inner.regions)
         self.inner = inner
+        self.segments = segments
         self._segment_rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def settle(self) -> None:
         self.inner.settle()
 
     def move(self, fmt: LayerFormat, regions: Tensors) -> None:
-        assert isinstance(fmt, Compacting)
-        self.inner.move(fmt.inner, regions)
+        self.inner.move(fmt, regions)
         self.format, self.regions = fmt, regions
 
     def copied(self, fmt: LayerFormat, regions: Tensors) -> CompactingCache:
-        assert isinstance(fmt, Compacting)
-        return CompactingCache(fmt, self.inner.copied(fmt.inner, regions))
+        return CompactingCache(self.inner.copied(fmt, regions), self.segments)
 
     @property
     def name(self) -> str:
@@ -282,7 +227,7 @@ class CompactingCache(LayerCache):
     ) -> Tensor:
         if num_appended >= self.format.shape.num_new_rows:
             raise IndexError(f"there is room for {self.format.shape.num_new_rows} new rows")
-        segments = self.format.segments
+        segments = self.segments
         full, row = divmod(num_appended, segments.segment_tokens)
         if full and not row:
             self._compact(full - 1, scale_of(scaling))
@@ -293,30 +238,27 @@ class CompactingCache(LayerCache):
         return self.inner.append_and_attend(queries, key, value, num_appended=position, scaling=scaling)
 
     def _compact(self, segment: int, scaling: float) -> None:
-        segments, new = self.format.segments, self.inner.new_rows()
+        segments, new = self.segments, self.inner.new_rows()
         first = segment * segments.kept_rows
         keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
         if self.format.shape.returns_generated:
             self._segment_rows = (*self._segment_rows, (on_host(keys), on_host(values)))
-        index = segments.select(self.regions[_QUERIES], keys, values, scaling=scaling)
         # all before any is written: latent rows have keys and values in the same memory
-        selected = [gather_rows(its, index) for its in (keys, values)]
-        for its, rows in zip((keys, values), selected, strict=True):
+        stay = segments.compact(self.inner, self.regions[_QUERIES], keys, values, scaling=scaling)
+        for its, rows in zip((keys, values), stay, strict=True):
             its[:, : segments.kept_rows] = rows
         self.inner.new_rows_changed(first + segments.kept_rows)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        segments = self.format.segments
+        segments = self.segments
         selected = len(self._segment_rows) * segments.kept_rows
         keys, values = self.inner.generated_rows(segments.num_rows(num_appended))
-        return (
-            torch.cat([*(rows for rows, _ in self._segment_rows), keys[:, selected:]], 1),
-            torch.cat([*(rows for _, rows in self._segment_rows), values[:, selected:]], 1),
-        )
+        rows = [*self._segment_rows, (keys[:, selected:], values[:, selected:])]
+        keys, values = (torch.cat(its, 1) for its in zip(*rows, strict=True))
+        return keys, values
 
     def used_bytes(self, num_appended: int) -> int:
-        rows = self.format.segments.num_rows(num_appended)
-        return self.inner.used_bytes(rows) + self.format.queries_bytes(num_appended)
+        return self.inner.used_bytes(num_appended)
 
 
 class NaiveCompacting(NaiveLayer):
@@ -337,18 +279,12 @@ class NaiveCompacting(NaiveLayer):
         return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
 
     def _compact(self, scaling: float) -> None:
-        last = len(self._current) - self._segments.window
-        keys = torch.stack([key for _, key, _ in self._current], 1)
-        values = torch.stack([value for _, _, value in self._current], 1)
-        queries = [its for its, _, _ in self._current[last:]]
-        observed = torch.stack(queries, 2) if queries else self._current[0][0][:, :, None][:, :, :0]
-        index = self._segments.select(observed, keys, values, scaling=scaling)
-        self._selected = [*self._selected, (gather_rows(keys, index), gather_rows(values, index))]
+        queries, keys, values = (torch.stack(its, -2) for its in zip(*self._current, strict=True))
+        observed = queries[:, :, queries.shape[2] - self._segments.window :].contiguous()
+        stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
+        self._selected = [*self._selected, stay]
         self._current = []
-        self._inner.replace_new_rows(
-            torch.cat([rows for rows, _ in self._selected], 1),
-            torch.cat([rows for _, rows in self._selected], 1),
-        )
+        self._inner.replace_new_rows(*(torch.cat(its, 1) for its in zip(*self._selected, strict=True)))
 
     def fork(self) -> NaiveCompacting:
         other = NaiveCompacting(self._segments, self._inner.fork())

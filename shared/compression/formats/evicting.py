@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling, plain
-from kvferry.shared.compression.d2o.cache import EvictingCache
-from kvferry.shared.compression.d2o.eviction import half_zones, zones
+from kvferry.shared.compression.d2o.eviction import EvictingCache, half_zones, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
@@ -28,7 +27,6 @@ from kvferry.shared.compression.formats.interface import (
     Tensors,
     check_index,
     chunked,
-    on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, read_params
@@ -50,9 +48,7 @@ class Evicting(LayerFormat):
     """
 
     name: ClassVar[str] = "evicting"
-    kinds: ClassVar[Mapping[str, str]] = {
-        "index": "index", "keys": "rows", "values": "rows", "state": "state"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {**LayerFormat.kinds, "state": "state"}
     takes_latent_rows: ClassVar[bool] = True
     attention: str
 
@@ -88,12 +84,12 @@ class Evicting(LayerFormat):
         state = TensorSpec(shape=(num_numbers,), dtype=torch.float32)
         return {**self.shape.index_spec(self.rows), **self.shape.row_specs(self.rows), "state": state}
 
-    def regions(self) -> Specs:
-        specs = self._working(self.rows + min(self.shape.num_new_rows, 1))
-        if not self.shape.returns_generated:
-            return specs
-        own = self.shape.row_specs(self.shape.num_new_rows)
-        return {**specs, **{_GENERATED + name: its for name, its in own.items()}}
+    def placed(self, num_new: int) -> Specs:
+        own = self.shape.row_specs(num_new) if self.shape.returns_generated else {}
+        return {
+            **self._working(self.rows + min(num_new, 1)),
+            **{_GENERATED + name: its for name, its in own.items()},
+        }
 
     def _working(self, num_rows: int) -> dict[str, TensorSpec]:
         """The tensors that attention and eviction work on; the last row's score and position are unused."""
@@ -108,9 +104,8 @@ class Evicting(LayerFormat):
         return specs
 
     def open(self, regions: Tensors, tensors: Tensors) -> EvictingLayer:
-        index, state = tensors.get("index"), tensors["state"]
-        if index is not None:
-            check_index(index, self.shape.num_prompt_tokens, reason="index")
+        index = check_index(tensors, self.shape.num_prompt_tokens, reason="index")
+        state = tensors["state"]
         num_scores = self.shape.num_kv_heads * self.rows
         if not (state[:num_scores] >= 0).all() or not state[:num_scores].isfinite().all():
             raise InvalidTensors("accumulated attention must be finite and at least 0", reason="state")
@@ -157,11 +152,6 @@ class Evicting(LayerFormat):
             for part, its_scores, its_thresholds in zip(parts, scores, thresholds, strict=True)
         ]
 
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        working = sum(its.size_bytes for its in self._working(self.rows + min(num_appended, 1)).values())
-        own = self.shape.rows_bytes(num_appended) if self.shape.returns_generated else 0
-        return working + own
-
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.used_bytes(0)
 
@@ -197,13 +187,12 @@ class EvictingLayer(LayerCache):
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         if self.format.shape.returns_generated:
-            own_keys, own_values = self.format.shape.rows_of(self.regions, _GENERATED)
+            own_keys, own_values = self.new_rows()
             own_keys[:, num_appended], own_values[:, num_appended] = key, value
         return self.format.step(self.regions, queries, key, value, scaling=plain(scaling))
 
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.format.shape.rows_of(self.regions, _GENERATED)
-        return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        return self.format.shape.rows_of(self.regions, _GENERATED)
 
 
 class NaiveEvicting(NaiveLayer):

@@ -15,7 +15,9 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +25,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
-from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.attention.interface import CacheView
 from kvferry.shared.compression.formats.rules import FormatRules
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec, gather_rows
 from kvferry.shared.compression.plan import (
@@ -33,10 +33,13 @@ from kvferry.shared.compression.plan import (
     LayerPlan,
 )
 
+if TYPE_CHECKING:
+    from kvferry.shared.compression.formats.compacting import Segments
+
 Tensors = Mapping[str, Tensor]
 """The compressed prompt of a layer: contiguous tensors by name, in the order in which they are sent."""
 Specs = Mapping[str, TensorSpec]
-_AUXILIARY = "auxiliary_"
+_SIZE_BYTES = attrgetter("size_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +81,14 @@ class LayerCache(ABC):
         regions: the views, by the names of `LayerFormat.regions`.
         positions: of plain rows, the prompt rows' tokens, int32 `[H_kv, n]` on the host; None if every token
             is selected.
-        settles: whether `settle` has something to do.
     """
 
-    settles: ClassVar[bool] = False
     positions: npt.NDArray[np.int32] | None = None
 
     def __init__(self, fmt: LayerFormat, regions: Tensors) -> None:
         self.format = fmt
         self.regions = regions
+        self.bind()
 
     def move(self, fmt: LayerFormat, regions: Tensors) -> None:
         """Copy the layer to other memory and continue there; results do not change.
@@ -116,7 +118,7 @@ class LayerCache(ABC):
         """
 
     def bind(self) -> None:  # noqa: B027 (most formats have none)
-        """Take the views of `regions` that a subclass holds beside them; called after a move."""
+        """Take the views of `regions` that a subclass holds beside them; called first and after a move."""
 
     @property
     def name(self) -> str:
@@ -143,15 +145,16 @@ class LayerCache(ABC):
         return None
 
     def new_rows(self) -> tuple[Tensor, Tensor]:
-        """Views of K and V `[H_kv, cap, D]` of new tokens. Only formats with `compacts` have them."""
-        raise NotImplementedError(self.format.name)
+        """Views of K and V `[H_kv, cap, D]` of new tokens, which by default have regions of their own."""
+        return self.format.shape.rows_of(self.regions)
 
     def new_rows_changed(self, num_rows: int) -> None:  # noqa: B027 (most have nothing beside the rows)
         """The first `num_rows` new rows were rewritten, and no others are in use."""
 
-    @abstractmethod
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
         """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
+        keys, values = self.new_rows()
+        return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
 
     def returned(self, num_appended: int) -> Tensors:
         """Host copies of what the session's history gets of the turn: the rows of the tokens appended so far,
@@ -165,7 +168,13 @@ class LayerCache(ABC):
 
 
 class NaiveLayer(ABC):
-    """The oracle's layer of a format: appends rows by concatenation and recomputes the rest at every step."""
+    """The oracle's layer of a format: appends rows by concatenation and recomputes the rest at every step.
+
+    Attributes:
+        new_rows: K and V `[H_kv, D]` of each new row.
+    """
+
+    new_rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @abstractmethod
     def attend(
@@ -181,9 +190,15 @@ class NaiveLayer(ABC):
         `attend` replaces their attributes and changes nothing in place."""
         return copy.copy(self)
 
+    def appended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a row to `new_rows`. Returns: K and V of all of them, `[H_kv, m, D]`."""
+        self.new_rows += ((key, value),)
+        keys, values = (torch.stack(its, 1) for its in zip(*self.new_rows, strict=True))
+        return keys, values
+
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        """Continue with these rows `[H_kv, m, D]` of new tokens. Only formats with `compacts` can."""
-        raise NotImplementedError(type(self).__name__)
+        """Continue with these rows `[H_kv, m, D]` of new tokens."""
+        self.new_rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,16 +207,17 @@ class LayerFormat(FormatRules, ABC):
 
     Attributes:
         rows: prompt rows retained per KV head; the mean if heads differ, the maximum if bits are allocated.
-        kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`.
+        kinds: for each tensor that `compress` may return, its label in `kv_transfer_bytes_total`; those of
+            selected rows by default.
         finite: the tensors whose every number must be finite when they arrive.
-        is_plain: whether the arena stores rows exactly as prefill computed them. Deltas need that.
+        segments: how rows of new tokens are compacted (`compacting.py`); None: all of them stay.
     """
 
-    kinds: ClassVar[Mapping[str, str]]
+    kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     finite: ClassVar[tuple[str, ...]] = ("keys", "values")
-    is_plain: ClassVar[bool] = False
     shape: LayerShape
     rows: int
+    segments: Segments | None = None
 
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
@@ -211,7 +227,10 @@ class LayerFormat(FormatRules, ABC):
         """
         return cls(shape=shape, rows=layer.rows, **cls.params(layer.representation))
 
-    # ---- prefill -----------------------------------------------------------------------------------------
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
+        return False
 
     @property
     def observed_queries(self) -> int | None:
@@ -255,15 +274,21 @@ class LayerFormat(FormatRules, ABC):
         index = tensors.get("index")
         return (None,) * self.shape.num_kv_heads if index is None else tuple(index)
 
-    # ---- decode ------------------------------------------------------------------------------------------
-
     @abstractmethod
     def tensors(self) -> Specs:
         """The tensors that `compress` returns, as far as their sizes are known from the plan."""
 
     @abstractmethod
+    def placed(self, num_new: int) -> Specs:
+        """What is in memory with `num_new` new rows, by the names of `regions`, which each begin with it. If
+        a size depends on the content, it is the largest possible one."""
+
     def regions(self) -> Specs:
         """The layer's regions in the arena, with room for the new tokens."""
+        if self.segments is None:
+            return self.placed(self.shape.num_new_rows)
+        most_rows = self.segments.most_rows(self.shape.num_new_rows)
+        return {**self.placed(most_rows), **self.segments.regions(self.shape)}
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         """Where to write the bytes of each tensor: views of the regions, or memory outside the arena.
@@ -292,15 +317,16 @@ class LayerFormat(FormatRules, ABC):
         Raises: InvalidTensors: content that `compress` cannot have made.
         """
 
-    @abstractmethod
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """Bytes in use after `num_appended` tokens.
+        """Bytes in use after `num_appended` tokens, without packed segments.
 
         Args: prompt_bytes: as `prompt_bytes()` returned it. If the size depends on the content, None means
             the largest possible size.
         """
-
-    # ---- ranks -------------------------------------------------------------------------------------------
+        if self.segments is None:
+            return sum(map(_SIZE_BYTES, self.placed(num_appended).values()))
+        rows_bytes = size_bytes(self.placed(self.segments.num_rows(num_appended)))
+        return rows_bytes + self.segments.queries_bytes(self.shape, num_appended)
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
         """Divide a layer by its KV heads into so many equal parts, in order: each has the tensors that
@@ -310,8 +336,6 @@ class LayerFormat(FormatRules, ABC):
         Raises: InvalidTensors: they cannot be divided so.
         """
         return chunked(tensors, self.shape.num_kv_heads, num_parts)
-
-    # ---- accounting --------------------------------------------------------------------------------------
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:
         """Bytes of the compressed prompt if they depend on its content; else None."""
@@ -324,13 +348,11 @@ class LayerFormat(FormatRules, ABC):
 
     def shipped_bytes(self) -> int:
         """Bytes of the tensors on the wire; the most that they may be where they depend on the content."""
-        return sum(its.size_bytes for its in self.tensors().values())
+        return size_bytes(self.tensors())
 
-    @abstractmethod
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
         """Bytes of the prompt that a decode step reads, including those read to choose rows."""
-
-    # ---- oracle ------------------------------------------------------------------------------------------
+        return self.used_bytes(0, prompt_bytes)
 
     @abstractmethod
     def naive(self, tensors: Tensors) -> NaiveLayer:
@@ -368,6 +390,11 @@ class LayerFormat(FormatRules, ABC):
             )
 
 
+def size_bytes(specs: Specs) -> int:
+    """Bytes of these tensors together."""
+    return sum(map(_SIZE_BYTES, specs.values()))
+
+
 def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[str, Tensor]]:
     """Divide tensors whose first dimension is the KV heads; see `LayerFormat.parts`."""
     for name, its in tensors.items():
@@ -381,24 +408,16 @@ def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[st
     return [{name: its[part] for name, its in by_name.items()} for part in range(num_parts)]
 
 
-def named_auxiliary(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
-    """An attention's auxiliary tensors by the names of their regions."""
-    return {f"{_AUXILIARY}{i}": its for i, its in enumerate(specs)}
-
-
-def cache_view(shape: LayerShape, regions: Tensors, packed: Sequence[PackedLayer] = ()) -> CacheView:
-    """The regions of rows and those of `named_auxiliary`, as attention reads them."""
-    auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
-    keys, values = shape.rows_of(regions)
-    return CacheView(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
-
-
-def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
+def check_index(tensors: Tensors, num_tokens: int, *, reason: str) -> Tensor | None:
     """Check selected positions.
 
-    Args: index: int32 `[H_kv, n]`. num_tokens: T.
+    Args: tensors: as they were received. num_tokens: T.
+    Returns: the tensor "index", int32 `[H_kv, n]`; None if there is none, since every token is selected.
     Raises: InvalidTensors: not ascending per head, or outside 0 to T - 1.
     """
+    index = tensors.get("index")
+    if index is None:
+        return None
     ascending = bool((index[:, 1:] > index[:, :-1]).all())
     if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
         low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
@@ -407,6 +426,7 @@ def check_index(index: Tensor, num_tokens: int, *, reason: str) -> None:
             f"{high}, ascending: {ascending}",
             reason=reason,
         )
+    return index
 
 
 def on_host(rows: Tensor) -> Tensor:

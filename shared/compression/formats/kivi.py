@@ -16,9 +16,8 @@ from kvferry.kernels.kivi.rows import GROUP_TOKENS, KiviRows, kivi_quantise, kiv
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors, check_index
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
-from kvferry.shared.compression.interface import LayerInputs, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Part
-from kvferry.shared.model.spec import row_names
 
 _PLAIN_BITS = 16
 _SCALE_BITS = 64
@@ -38,27 +37,23 @@ class Kivi(StoredFormat):
 
     name: ClassVar[str] = "kivi"
     heads_apart: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, str]] = {
-        "index": "index", "codes": "codes", "scales": "scales", "keys": "rows", "values": "rows"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {**StoredFormat.kinds, "codes": "codes", "scales": "scales"}
     allowed: ClassVar[Allowed] = {"bits": WIDTHS}
     takes_latent_rows: ClassVar[bool] = True
     bits: int
 
     @classmethod
-    def rows_within(
-        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
-    ) -> int:
-        row_bits = len(row_names(latent_dim)) * head_dim * _PLAIN_BITS
+    def rows_within(cls, part: Part, sizing: Sizing) -> int:
+        row_bits, num_tokens = sizing.row_dim * _PLAIN_BITS, sizing.num_prompt_tokens
         codes, scales, _ = kivi_shapes(
             GROUP_TOKENS,
             num_kv_heads=1,
-            head_dim=head_dim,
+            head_dim=sizing.head_dim,
             bits=cls.params(part)["bits"],
-            is_latent=bool(latent_dim),
+            is_latent=bool(sizing.latent_dim),
         )
         group_bits = 8 * codes[2] + _SCALE_BITS * scales[2] // 2
-        budget_bits = budget_rows * row_bits
+        budget_bits = sizing.rows * row_bits
         groups = min(budget_bits // group_bits, num_tokens // GROUP_TOKENS)
         left = (budget_bits - groups * group_bits) // row_bits
         return groups * GROUP_TOKENS + min(left, GROUP_TOKENS - 1, num_tokens - groups * GROUP_TOKENS)
@@ -99,8 +94,7 @@ class Kivi(StoredFormat):
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that positions ascend, scales are positive and every code dequantises to a finite value."""
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="packed")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
         head_dim, levels = self.shape.head_dim, (1 << self.bits) - 1
         of_values = 0 if self.shape.latent_dim else GROUP_TOKENS
         key_scales, key_minima, value_scales, value_minima = torch.split(

@@ -1,12 +1,13 @@
 """Packed prompts: codes, scales, 16-bit rows and indexes in one buffer that decode attends as it is.
 
-`rdkv.py` and `uniform.py` choose the widths. The layer in decode and in the oracle is in `packed_layer.py`.
+`rdkv.py` and `uniform.py` choose the widths. Decode's layer is the packed prompt, rows of new tokens, and
+packed segments of new tokens (`rdkv.PackedSegments`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,23 +15,30 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvferry.kernels.decode_batch import CachedRows
+from kvferry.kernels.dispatch import planned_path
 from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import KINDS, LAYOUT_VERSION, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.packing import Packing
-from kvferry.shared.compression.attention.interface import AttentionKind
+from kvferry.kernels.packed_hsa.batch import SparsePackedRows
+from kvferry.kernels.softmax import Scaling, plain
+from kvferry.kernels.trizone import trizone_decode_segments
+from kvferry.kernels.trizone.batch import PackedRows
+from kvferry.shared.compression.attention import AttentionKind, CacheView, Dense, Hsa
 from kvferry.shared.compression.formats.interface import (
     Encoded,
     InvalidTensors,
+    LayerCache,
     LayerFormat,
+    NaiveLayer,
     Specs,
     Tensors,
-    named_auxiliary,
 )
-from kvferry.shared.compression.formats.packed_layer import NaivePacked, PackedCache
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.rdkv.compress import Rebudgeting
 
+SEGMENTS = "segments"
+"""The region of packed segments."""
 _HEAD_COUNTS = 8
 
 
@@ -52,7 +60,6 @@ class PackedFormat(LayerFormat):
     Attributes:
         rows: the most prompt tokens that a head retains.
         attention: dense or HSA, over packed bytes.
-        rebudgeting: how new tokens are packed; None if they stay rows.
     """
 
     kinds: ClassVar[Mapping[str, str]] = {
@@ -60,7 +67,6 @@ class PackedFormat(LayerFormat):
     }  # fmt: skip
     attentions: ClassVar[tuple[str, ...] | None] = ("dense", "hsa")
     attention: AttentionKind
-    rebudgeting: Rebudgeting | None = None
 
     @property
     @abstractmethod
@@ -97,18 +103,12 @@ class PackedFormat(LayerFormat):
         """The layout only: the other sizes depend on the prompt; `receive` checks their sum."""
         return {"layout": TensorSpec(shape=(1 + _HEAD_COUNTS * self.shape.num_kv_heads,), dtype=torch.int32)}
 
-    def regions(self) -> Specs:
-        rows = self.shape.row_spec(self.num_rows)
-        packed = TensorSpec(shape=(self.limit_bytes,), dtype=torch.uint8)
-        return {"packed": packed, "keys": rows, "values": rows, **self._auxiliary(self.num_rows)}
-
-    @property
-    def num_rows(self) -> int:
-        """The most new tokens that are rows at the same time."""
-        return self.shape.num_new_rows
-
-    def _auxiliary(self, num_rows: int) -> dict[str, TensorSpec]:
-        return named_auxiliary(self.attention.specs(self.shape, self.rows + num_rows, packed=True))
+    def placed(self, num_new: int) -> Specs:
+        return {
+            "packed": TensorSpec(shape=(self.limit_bytes,), dtype=torch.uint8),
+            **self.shape.row_specs(num_new),
+            **self.attention.regions(self.shape, self.rows + num_new, packed=True),
+        }
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         sizes = {name: its.shape for name, its in header.items() if name != "layout"}
@@ -194,12 +194,11 @@ class PackedFormat(LayerFormat):
         return sum(tensors[name].numel() for name in KINDS)
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        packed_bytes = self.limit_bytes if prompt_bytes is None else prompt_bytes
-        auxiliary = [its.size_bytes for its in self._auxiliary(num_appended).values()]
-        return packed_bytes + self.shape.rows_bytes(num_appended) + sum(auxiliary)
+        unused = 0 if prompt_bytes is None else self.limit_bytes - prompt_bytes
+        return super().used_bytes(num_appended) - unused
 
     def shipped_bytes(self) -> int:
-        return super().shipped_bytes() + self.limit_bytes
+        return self.tensors()["layout"].size_bytes + self.limit_bytes
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.used_bytes(0, prompt_bytes)
@@ -210,3 +209,108 @@ class PackedFormat(LayerFormat):
 
     def naive(self, tensors: Tensors) -> NaivePacked:
         return NaivePacked(self, self.packed(tensors))
+
+
+class PackedCache(LayerCache):
+    """A packed prompt in the arena, rows of new tokens, and packed segments of earlier new tokens."""
+
+    format: PackedFormat
+
+    def __init__(
+        self, fmt: PackedFormat, regions: Tensors, packed: PackedLayer, settle: Callable[[], None]
+    ) -> None:
+        """Args: settle: see `LayerCache.settle`."""
+        self._packed = [packed]
+        self._settle = settle
+        super().__init__(fmt, regions)
+        fmt.attention.build(self._view, length=0)
+
+    def settle(self) -> None:
+        self._settle()
+        self._settle = lambda: None  # refers to the memory from before a move
+
+    @property
+    def packed(self) -> PackedLayer:
+        """The prompt."""
+        return self._packed[0]
+
+    @property
+    def segments(self) -> list[PackedLayer]:
+        """The packed segments, oldest first."""
+        return self._packed[1:]
+
+    def bind(self) -> None:
+        self.keys, self.values = self.new_rows()
+        layouts, start = [its.layout for its in self._packed], 0
+        self._packed = [view_packed_layer(layouts[0], self.regions["packed"][: layouts[0].size_bytes])]
+        for layout in layouts[1:]:
+            place = self.regions[SEGMENTS][start : start + layout.size_bytes]
+            self._packed.append(view_packed_layer(layout, place))
+            start += layout.size_bytes
+        self._view = CacheView.of(self.format.shape, self.regions, self._packed)
+
+    @property
+    def name(self) -> str:
+        return f"packed_{self.format.attention.name}"
+
+    def append_and_attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
+    ) -> Tensor:
+        attention = self.format.attention
+        attention.append(self._view, key, value, position=num_appended)
+        return attention.attend(queries, self._view, length=num_appended + 1, scaling=scaling)
+
+    def batched(self, num_appended: int) -> CachedRows | None:
+        attention = self.format.attention
+        if num_appended >= self.keys.shape[1]:
+            return None
+        if type(attention) is Dense:
+            return PackedRows(keys=self.keys, values=self.values, length=num_appended, packed=self.packed)
+        if type(attention) is not Hsa or planned_path("packed_hsa", self.keys.device) == "torch":
+            return None  # it runs beside the others
+        return SparsePackedRows(
+            keys=self.keys,
+            values=self.values,
+            length=num_appended,
+            packed=self.packed,
+            pages=attention.codes(self._view),
+            page_size=attention.page_size,
+            num_channels=attention.num_channels,
+            num_tokens=attention.num_tokens,
+        )
+
+    def used_bytes(self, num_appended: int) -> int:
+        segments = sum(segment.layout.size_bytes for segment in self.segments)
+        return self.format.used_bytes(num_appended, self.packed.layout.size_bytes) + segments
+
+    def new_rows_changed(self, num_rows: int) -> None:
+        self.format.attention.build_again(self._view, length=num_rows)
+
+    def add_segment(self, packed: PackedLayer) -> None:
+        """Place a packed segment of new tokens behind the others."""
+        start = sum(segment.layout.size_bytes for segment in self.segments)
+        place = self.regions[SEGMENTS][start : start + packed.layout.size_bytes]
+        place.copy_(packed.buffer)
+        self._packed.append(view_packed_layer(packed.layout, place))
+
+
+class NaivePacked(NaiveLayer):
+    """Packed prompt, packed segments and the new rows; auxiliary tensors are rebuilt at every step."""
+
+    def __init__(self, fmt: PackedFormat, prompt: PackedLayer) -> None:
+        self._format = fmt
+        self._packed: tuple[PackedLayer, ...] = (prompt,)
+
+    def attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
+    ) -> Tensor:
+        keys, values = self.appended(key, value)
+        if dense:
+            return trizone_decode_segments(queries, self._packed, keys, values, scaling=plain(scaling))
+        attention = self._format.attention
+        view = attention.rebuilt(self._format.shape, keys, values, self._packed)
+        return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
+
+    def add_segment(self, packed: PackedLayer) -> None:
+        """See `PackedCache.add_segment`."""
+        self._packed += (packed,)

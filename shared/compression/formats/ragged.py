@@ -17,7 +17,7 @@ from torch import Tensor
 from kvferry.kernels.ragged_decode import ragged_decode
 from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors
 from kvferry.shared.compression.formats.stored import PromptAttention, StoredFormat
-from kvferry.shared.compression.interface import LayerInputs, TensorSpec
+from kvferry.shared.compression.interface import LayerInputs, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Between, Part
 
 
@@ -33,9 +33,7 @@ class Ragged(StoredFormat):
 
     name: ClassVar[str] = "ragged"
     heads_apart: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, str]] = {
-        "head_rows": "index", "index": "index", "keys": "rows", "values": "rows"
-    }  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {**StoredFormat.kinds, "head_rows": "index"}
     allowed: ClassVar[Allowed] = {"floor": Between(0.0, 1.0)}
     takes_latent_rows: ClassVar[bool] = True
     scored: ClassVar[bool | None] = True
@@ -43,10 +41,8 @@ class Ragged(StoredFormat):
     floor: float
 
     @classmethod
-    def rows_within(
-        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
-    ) -> int:
-        return min(budget_rows, num_tokens)
+    def rows_within(cls, part: Part, sizing: Sizing) -> int:
+        return min(sizing.rows, sizing.num_prompt_tokens)
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         return torch.split(tensors["index"], tensors["head_rows"].tolist())
@@ -110,12 +106,6 @@ def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tenso
     return heads, positions
 
 
-def _share(floor: float, rows: int) -> int:
-    """That fraction of so many rows, rounded down."""
-    # the shortest decimal that gives this float is what the plan says: 0.29 of 100 is 29
-    return math.floor(Fraction(repr(floor)) * rows)
-
-
 def _window(scores: Tensor, rows: int) -> int:
     """The number of last columns that score +inf in every head: heads do not compete for them."""
     protected = (scores == torch.inf).all(dim=0)
@@ -144,7 +134,8 @@ def head_budgets(scores: Tensor, *, rows: int, window: int, floor: float = 0.2) 
     num_kv_heads, num_tokens = scores.shape
     assert 0 <= window <= rows <= num_tokens, f"window {window}, rows {rows}, tokens {num_tokens}"
     assert 0 <= floor <= 1, f"floor is {floor}; it must be in [0, 1]"
-    guaranteed = _share(floor, rows - window)
+    # the shortest decimal that gives this float is what the plan says: 0.29 of 100 is 29
+    guaranteed = math.floor(Fraction(repr(floor)) * (rows - window))
     ranked = scores[:, : num_tokens - window].sort(dim=1, descending=True, stable=True).values
     contested = ranked[:, guaranteed:]
     num_contested = contested.shape[1]

@@ -1,13 +1,14 @@
 """RDKV: bits allocated to K channels and V tokens, packed.
 
-New tokens stay rows, or are packed in segments as the prompt was (`packed_layer.py`).
+New tokens stay rows, or are packed in segments as the prompt was (`PackedSegments`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -15,21 +16,22 @@ from torch import Tensor
 
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import Packing
-from kvferry.shared.compression.attention.kinds import make_attention, size_attention
-from kvferry.shared.compression.formats.interface import Specs
-from kvferry.shared.compression.formats.packed import PackedFormat
+from kvferry.shared.compression.attention import make_attention, size_attention
+from kvferry.shared.compression.formats.compacting import Segments
+from kvferry.shared.compression.formats.interface import LayerCache, NaiveLayer, Specs
+from kvferry.shared.compression.formats.packed import SEGMENTS, NaivePacked, PackedCache, PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
 from kvferry.shared.compression.rdkv.compress import (
     RDKV_DEFAULTS,
     RDKV_PARAMS,
     RdkvSettings,
-    Rebudgeting,
     begin_layer_rdkv,
+    compress_layer_rdkv,
     rdkv_settings,
 )
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import InvalidRequest, KvferryError
 
 STANDARDISED = ("compactor",)
 """Scorers whose scores are in standard deviations from their mean, as `score_weights` needs them."""
@@ -86,7 +88,9 @@ class Rdkv(PackedFormat):
 
         Raises: InvalidRequest: the budget does not suffice for the least width for every token.
         """
-        budget, num_tokens, part = sizing.packed_budget, sizing.num_prompt_tokens, plan.representation
+        # with dense attention the whole budget is bits, spread over more tokens than rows
+        budget = sizing.budget if plan.attention.name == "dense" else sizing.rows
+        num_tokens, part = sizing.num_prompt_tokens, plan.representation
         least = rdkv_settings(part, budget_tokens=budget).widths[0]
         if least * num_tokens > WIDTHS[-1] * budget:
             raise InvalidRequest(
@@ -113,29 +117,26 @@ class Rdkv(PackedFormat):
 
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> Rdkv:
-        params, rebudgeting = layer.representation.params, None
+        params, packed = layer.representation.params, None
         segments = ("segment_tokens", "segment_budget_tokens") if "segment_tokens" in params else ()
         read_params("a layer of 'rdkv'", params, dict.fromkeys(("budget_tokens", *segments), int))
         sizes = {name: int(value) for name, value in params.items()}
-
-        def settings(budget_tokens: int) -> RdkvSettings:
-            part, fingerprint = plan.representation, shape.fingerprint
-            return rdkv_settings(part, budget_tokens=budget_tokens, fingerprint=fingerprint)
-
+        budget_tokens, fingerprint = sizes["budget_tokens"], shape.fingerprint
+        settings = rdkv_settings(plan.representation, budget_tokens=budget_tokens, fingerprint=fingerprint)
         if segments:
             segment, share = sizes["segment_tokens"], sizes["segment_budget_tokens"]
-            rebudgeting = Rebudgeting(
+            packed = PackedSegments(
                 segment_tokens=segment,
                 max_segments=_num_segments(segment, shape.max_new_tokens),
                 limit_bytes=_limit_bytes(shape, segment, share),
-                settings=settings(share),
+                settings=replace(settings, budget_tokens=share),
             )
         return cls(
             shape=shape,
             rows=layer.rows,
             attention=make_attention(layer.attention),
-            settings=settings(sizes["budget_tokens"]),
-            rebudgeting=rebudgeting,
+            settings=settings,
+            segments=packed,
             is_scored=plan.scorer is not None,
         )
 
@@ -150,37 +151,52 @@ class Rdkv(PackedFormat):
     def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
         return begin_layer_rdkv(self.settings, inputs, scores)
 
-    @property
+    @cached_property
     def limit_bytes(self) -> int:
         """The largest possible size of the packed prompt."""
         return _limit_bytes(self.shape, self.shape.num_prompt_tokens, self.settings.budget_tokens)
 
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSegments(Segments):
+    """Segments that are packed as the prompt was: streaming re-budgeting, the paper's future work.
+
+    Deviation: the weights of a segment use only the segment. The softmax of its last queries (Eq. 3) covers
+    the segment's own tokens, not all earlier tokens, so a segment's bits do not depend on how much attention
+    the prompt takes from it. Its budget is its share of tokens, not what the prompt left over.
+
+    Attributes:
+        max_segments: the segments that a completion of the plan's length packs.
+        limit_bytes: the largest possible size of a packed segment.
+        settings: settings for packing a segment.
+    """
+
+    max_segments: int
+    limit_bytes: int
+    settings: RdkvSettings
+
     @property
-    def num_rows(self) -> int:
-        """The most new tokens that are rows at the same time."""
-        num_new = self.shape.num_new_rows
-        return num_new if self.rebudgeting is None else min(num_new, self.rebudgeting.segment_tokens)
+    def window(self) -> int:
+        return min(self.settings.window, self.segment_tokens)
 
-    def regions(self) -> Specs:
-        specs, growth = dict(super().regions()), self.rebudgeting
-        if growth is not None:
-            specs["segments"] = TensorSpec(
-                shape=(growth.max_segments * growth.limit_bytes,), dtype=torch.uint8
-            )
-            specs["segment_queries"] = self._queries(growth)
-        return specs
+    def regions(self, shape: LayerShape) -> Specs:
+        segments = TensorSpec(shape=(self.max_segments * self.limit_bytes,), dtype=torch.uint8)
+        return {SEGMENTS: segments, **super().regions(shape)}
 
-    def _queries(self, growth: Rebudgeting) -> TensorSpec:
-        shape = (self.shape.num_kv_heads, self.shape.group_size, growth.window, self.shape.head_dim)
-        return TensorSpec(shape=shape, dtype=self.shape.dtype)
+    def compact(
+        self, inner: LayerCache | NaiveLayer, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `Segments.compact`; no row stays.
 
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """See `LayerFormat.used_bytes`, without packed segments; `PackedCache.used_bytes` adds those."""
-        growth, num_rows, queries = self.rebudgeting, num_appended, 0
-        if growth is not None:
-            num_rows = (num_appended - 1) % growth.segment_tokens + 1 if num_appended else 0
-            queries = self._queries(growth).size_bytes * min(num_rows, growth.window) // growth.window
-        return super().used_bytes(num_rows, prompt_bytes) + queries
+        Raises: KvferryError: K or V are not finite, or out of range for a packed layer.
+        """
+        assert isinstance(inner, PackedCache | NaivePacked)
+        inputs = LayerInputs(layer=0, queries=queries, keys=keys, values=values, scaling=scaling)
+        try:
+            inner.add_segment(compress_layer_rdkv(self.settings, inputs))
+        except ValueError as error:
+            raise KvferryError(f"generated tokens cannot be packed: {error}", reason="packing") from error
+        return keys[:, :0], values[:, :0]
 
 
 def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:

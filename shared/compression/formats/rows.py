@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,9 +19,10 @@ from kvferry.kernels.hsa.batch import SparseRows, is_too_long
 from kvferry.kernels.kivi.rows import kivi_dequantise
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.attention.interface import AttentionKind
-from kvferry.shared.compression.attention.kinds import (
+from kvferry.shared.compression.attention import (
     EVICTIONS,
+    AttentionKind,
+    CacheView,
     Dense,
     Hsa,
     make_attention,
@@ -36,10 +35,7 @@ from kvferry.shared.compression.formats.interface import (
     NaiveLayer,
     Specs,
     Tensors,
-    cache_view,
     check_index,
-    named_auxiliary,
-    on_host,
 )
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing
@@ -60,8 +56,6 @@ class Rows(LayerFormat):
 
     name: ClassVar[str] = "rows"
     heads_apart: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
-    is_plain: ClassVar[bool] = True
     compacts: ClassVar[bool] = True
     takes_any_softmax: ClassVar[bool] = True
     takes_latent_rows: ClassVar[bool] = True
@@ -98,6 +92,10 @@ class Rows(LayerFormat):
             return Rows(shape=shape, rows=layer.rows, attention=attention)
         return WireRows(shape=shape, rows=layer.rows, attention=attention, wire_bits=bits)
 
+    @cached_property
+    def is_plain(self) -> bool:
+        return self.segments is None
+
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         index, keys, values = self.selected(inputs, scores)
         return {**index, **self.shape.row_tensors(keys, values)}
@@ -105,23 +103,15 @@ class Rows(LayerFormat):
     def tensors(self) -> Specs:
         return {**self.shape.index_spec(self.rows), **self.shape.row_specs(self.rows)}
 
-    def regions(self) -> Specs:
-        num_rows = self.rows + self.shape.num_new_rows
-        auxiliary = named_auxiliary(self.attention.specs(self.shape, num_rows))
-        return {**self.shape.row_specs(num_rows), **auxiliary}
+    def placed(self, num_new: int) -> Specs:
+        num_rows = self.rows + num_new
+        return {**self.shape.row_specs(num_rows), **self.attention.regions(self.shape, num_rows)}
 
     def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
-        index = tensors.get("index")
-        if index is not None:
-            check_index(index, self.shape.num_prompt_tokens, reason="index")
-        cache = RowsCache(self, regions, positions=None if index is None else index.cpu().numpy())
+        index = check_index(tensors, self.shape.num_prompt_tokens, reason="index")
+        cache = RowsCache(self, regions, index)
         self.attention.build(cache.view, length=self.rows)
         return cache
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        num_rows = self.rows + num_appended
-        auxiliary = [its.size_bytes for its in self.attention.specs(self.shape, num_rows)]
-        return self.shape.rows_bytes(num_rows) + sum(auxiliary)
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
         return self.attention.read_bytes(self.shape, self.rows)
@@ -138,9 +128,12 @@ class WireRows(Rows):
         wire_bits: the width of a code.
     """
 
-    kinds: ClassVar[Mapping[str, str]] = {**Kivi.kinds}
-    is_plain: ClassVar[bool] = False
+    kinds: ClassVar[Mapping[str, str]] = Kivi.kinds
     wire_bits: int
+
+    @cached_property
+    def is_plain(self) -> bool:
+        return False
 
     @cached_property
     def _sent(self) -> Kivi:
@@ -173,6 +166,9 @@ class WireRows(Rows):
 class RowsCache(LayerCache):
     """A layer of rows in the arena.
 
+    Args:
+        index: the prompt rows' tokens; None if every token is selected.
+
     Attributes:
         keys, values: `[H_kv, cap, D]`.
         view: the same with the attention's auxiliary tensors.
@@ -180,13 +176,12 @@ class RowsCache(LayerCache):
 
     format: Rows
 
-    def __init__(self, fmt: Rows, regions: Tensors, *, positions: npt.NDArray[np.int32] | None) -> None:
+    def __init__(self, fmt: Rows, regions: Tensors, index: Tensor | None) -> None:
         super().__init__(fmt, regions)
-        self.positions = positions
-        self.bind()
+        self.positions = None if index is None else index.cpu().numpy()
 
     def bind(self) -> None:
-        self.view = cache_view(self.format.shape, self.regions)
+        self.view = CacheView.of(self.format.shape, self.regions)
         self.keys, self.values = self.view.keys, self.view.values
 
     @property
@@ -228,33 +223,29 @@ class RowsCache(LayerCache):
     def new_rows_changed(self, num_rows: int) -> None:
         self.format.attention.build_again(self.view, length=self.format.rows + num_rows)
 
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        new = slice(self.format.rows, self.format.rows + num_appended)
-        return on_host(self.keys[:, new]), on_host(self.values[:, new])
-
 
 class NaiveRows(NaiveLayer):
-    """K and V by concatenation; the attention's auxiliary tensors are rebuilt at every step."""
+    """The prompt's rows and the new ones; the attention's auxiliary tensors are rebuilt at every step."""
 
     def __init__(self, fmt: Rows, keys: Tensor, values: Tensor) -> None:
         self._format = fmt
-        self._keys, self._values = keys, values
+        self._prompt = keys, values
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
-        self._keys = torch.cat([self._keys, key[:, None]], 1)
-        self._values = torch.cat([self._values, value[:, None]], 1)
+        keys, values = self._every_row(key, value)
         if dense:
-            return dense_decode(queries, self._keys, self._values, scaling=scaling)
+            return dense_decode(queries, keys, values, scaling=scaling)
         attention = self._format.attention
-        view = attention.rebuilt(self._format.shape, self._keys, self._values)
-        return attention.attend(queries, view, length=self._keys.shape[1], scaling=scaling)
+        view = attention.rebuilt(self._format.shape, keys, values)
+        return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
-    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        num_prompt = self._format.rows
-        self._keys = torch.cat([self._keys[:, :num_prompt], keys], 1)
-        self._values = torch.cat([self._values[:, :num_prompt], values], 1)
+    def _every_row(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of all rows, this one included."""
+        new = self.appended(key, value)
+        keys, values = (torch.cat(its, 1) for its in zip(self._prompt, new, strict=True))
+        return keys, values
 
 
 def _wire_part(plan: CompressionPlan) -> Part:

@@ -35,8 +35,8 @@ class FormatRules:
             of prefill then compress their heads themselves.
         divides: whether a layer can be divided by its heads (`parts`); decode workers of several ranks need
             that.
-        compacts: whether rows of new tokens may be dropped (`compacting.py`); its `LayerCache` then has
-            `new_rows`, and its `NaiveLayer` `replace_new_rows`.
+        compacts: whether rows of new tokens may be dropped (`compacting.py`); they are then the `new_rows` of
+            its `LayerCache` and of its `NaiveLayer`.
     """
 
     name: ClassVar[str]

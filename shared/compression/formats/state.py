@@ -26,13 +26,11 @@ from kvferry.shared.compression.formats.interface import (
     on_host,
 )
 from kvferry.shared.compression.interface import LayerInputs, TensorSpec
-from kvferry.shared.compression.plan import STATE_FORMAT, CompressionPlan, LayerPlan, Part
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.compression.plan import STATE_FORMAT
 from kvferry.shared.model.spec import TORCH_DTYPES
 
 _MAX_STATES = 8
 """Convolution states, or recurrent ones, of one layer."""
-_PLAN = LayerPlan(rows=1, representation=Part(name=STATE_FORMAT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +45,6 @@ class State(LayerFormat):
     finite: ClassVar[tuple[str, ...]] = tuple(kinds)
     scored: ClassVar[bool | None] = False
 
-    @classmethod
-    def check(cls, plan: CompressionPlan) -> None:
-        raise InvalidRequest(
-            f"format {cls.name!r} belongs to layers in which the model has a state; no method can name it",
-            param="kv_compression",
-        )
-
-    @classmethod
-    def plan_state(cls) -> LayerPlan:
-        """The plan of a layer with a state."""
-        return _PLAN
-
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         raise NotImplementedError("a state is shipped as it is")
 
@@ -67,7 +53,7 @@ class State(LayerFormat):
             its.name: TensorSpec(shape=its.shape, dtype=TORCH_DTYPES[its.dtype]) for its in self.shape.state
         }
 
-    def regions(self) -> Specs:
+    def placed(self, num_new: int) -> Specs:
         return self.tensors()
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -75,12 +61,6 @@ class State(LayerFormat):
 
     def open(self, regions: Tensors, tensors: Tensors) -> StateLayer:
         return StateLayer(self, regions)
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        return sum(its.size_bytes for its in self.tensors().values())
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.used_bytes(0)
 
     def naive(self, tensors: Tensors) -> NaiveState:
         return NaiveState(tensors)
@@ -95,9 +75,6 @@ class StateLayer(LayerCache):
         self, queries: Tensor, key: Tensor, value: Tensor, *, num_appended: int, scaling: Scaling
     ) -> Tensor:
         raise NotImplementedError("a layer with a state does not attend")
-
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a layer with a state has no rows")
 
     def returned(self, num_appended: int) -> Tensors:
         """See `LayerCache.returned`."""

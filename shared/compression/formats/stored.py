@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
@@ -20,7 +19,6 @@ from kvferry.shared.compression.formats.interface import (
     NaiveLayer,
     Specs,
     Tensors,
-    on_host,
 )
 from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part
@@ -53,10 +51,8 @@ class StoredFormat(LayerFormat):
 
     @classmethod
     @abstractmethod
-    def rows_within(
-        cls, part: Part, budget_rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0
-    ) -> int:
-        """The most rows, at most T, that fit in the bytes of `budget_rows` plain rows of 16-bit values.
+    def rows_within(cls, part: Part, sizing: Sizing) -> int:
+        """The most rows, at most T, that fit in the bytes of `sizing.rows` plain rows of 16-bit values.
 
         Scales and channel numbers count; positions do not, on either side.
         """
@@ -65,13 +61,7 @@ class StoredFormat(LayerFormat):
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
         if sizing.rows == sizing.num_prompt_tokens:
             return LayerPlan(rows=sizing.rows)
-        within = cls.rows_within(
-            plan.representation,
-            sizing.rows,
-            num_tokens=sizing.num_prompt_tokens,
-            head_dim=sizing.head_dim,
-            latent_dim=sizing.latent_dim,
-        )
+        within = cls.rows_within(plan.representation, sizing)
         return LayerPlan(rows=max(within, 1), representation=plan.representation)
 
     @classmethod
@@ -96,9 +86,9 @@ class StoredFormat(LayerFormat):
         """
         return None
 
-    def regions(self) -> Specs:
+    def placed(self, num_new: int) -> Specs:
         prompt = {_PROMPT + name: its for name, its in self.tensors().items()}
-        return {**prompt, **self.shape.row_specs(self.shape.num_new_rows)}
+        return {**prompt, **self.shape.row_specs(num_new)}
 
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         return {name: regions[_PROMPT + name] for name in header}
@@ -107,14 +97,8 @@ class StoredFormat(LayerFormat):
         self.check_content(tensors)
         return StoredCache(self, regions)
 
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        return self.read_bytes() + self.shape.rows_bytes(num_appended)
-
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.read_bytes()
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return sum(its.size_bytes for its in self.tensors().values())
+        return self.used_bytes(0)
 
     def naive(self, tensors: Tensors) -> NaiveLayer:
         return NaiveStored(self.attention(tensors))
@@ -128,10 +112,6 @@ class StoredCache(LayerCache):
     """
 
     format: StoredFormat
-
-    def __init__(self, fmt: StoredFormat, regions: Tensors) -> None:
-        super().__init__(fmt, regions)
-        self.bind()
 
     def bind(self) -> None:
         self.keys, self.values = self.format.shape.rows_of(self.regions)
@@ -151,26 +131,14 @@ class StoredCache(LayerCache):
             return None  # no room: `append_and_attend` then fails for this sequence only
         return self.format.batched(self.prompt, self.keys, self.values, length=num_appended)
 
-    def new_rows(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        return on_host(self.keys[:, :num_appended]), on_host(self.values[:, :num_appended])
-
 
 class NaiveStored(NaiveLayer):
     """The stored prompt, and the new rows by concatenation."""
 
     def __init__(self, attend: PromptAttention) -> None:
         self._attend = attend
-        self._rows: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
     ) -> Tensor:
-        self._rows += ((key, value),)
-        keys, values = (torch.stack(its, 1) for its in zip(*self._rows, strict=True))
-        return self._attend(queries, keys, values, plain(scaling))
-
-    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        self._rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
+        return self._attend(queries, *self.appended(key, value), plain(scaling))

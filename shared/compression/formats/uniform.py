@@ -6,6 +6,7 @@ two directions, but a scale for every 32 rows of a channel.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -14,10 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.layout import KINDS, Bound, HeadCounts, PackedLayout, packed_layout
+from kvferry.kernels.packed.layout import Bound, HeadCounts, PackedLayout, packed_layout
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
-from kvferry.shared.compression.attention.kinds import make_attention, size_attention
+from kvferry.shared.compression.attention import make_attention, size_attention
 from kvferry.shared.compression.formats.interface import (
     InvalidTensors,
     Specs,
@@ -81,20 +82,15 @@ class Uniform(PackedFormat):
         heads = (head,) * self.shape.num_kv_heads
         return packed_layout(heads, self.shape.head_dim, num_tokens=self.shape.num_prompt_tokens)
 
-    @property
+    @cached_property
     def limit_bytes(self) -> int:
         return self._expected.size_bytes
 
     def tensors(self) -> Specs:
-        sizes = {name: self._expected.kinds[name][1] for name in KINDS}
         specs = dict(super().tensors())
-        for name, size_bytes in sizes.items():
+        for name, (_, size_bytes) in self._expected.kinds.items():
             specs[name] = TensorSpec(shape=(size_bytes,), dtype=torch.uint8)
         return specs
-
-    def shipped_bytes(self) -> int:
-        """Exact, since every layout is the expected one."""
-        return sum(its.size_bytes for its in self.tensors().values())
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
         layout = super()._layout(tensors)
@@ -112,15 +108,11 @@ def rows_within(budget_rows: int, num_tokens: int, head_dim: int, *, k_bits: int
 
     Everything that is stored counts: codes, scales, minima, positions, channel numbers and padding.
     """
-    low, high = 0, num_tokens  # the size grows with the rows
-    while low < high:
-        middle = (low + high + 1) // 2
-        size_bytes = _packed_bytes(middle, num_tokens, head_dim, k_bits=k_bits, v_bits=v_bits)
-        if size_bytes <= budget_rows * _row_bytes(head_dim):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def size_bytes(rows: int) -> int:  # it grows with the rows, from 0
+        return _packed_bytes(rows, num_tokens, head_dim, k_bits=k_bits, v_bits=v_bits)
+
+    return bisect_right(range(num_tokens + 1), budget_rows * _row_bytes(head_dim), key=size_bytes) - 1
 
 
 def _row_bytes(head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Changes to models whose code does not pass our attention all that it needs. One file for each need.
+"""Changes to models whose code does not pass our attention all that it needs.
 
 `loading.py` calls `adapt` once, on a loaded model. transformers' classes and checkpoints stay as they are.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.shared.model.adapters.arguments import pass_arguments
 from kvferry.shared.model.adapters.latent import pass_latent_rows
-from kvferry.shared.model.adapters.recurrent import pass_states
-from kvferry.shared.model.adapters.sharing import run_every_token
-from kvferry.shared.model.adapters.temperature import scale_queries_by_position
-from kvferry.shared.model.adapters.tokens import continue_by_token
+from kvferry.shared.model.adapters.layers import pass_arguments, run_every_token, scale_queries_by_position
+from kvferry.shared.model.adapters.states import continue_by_token, pass_states
 
 _LATENT = (
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",

@@ -14,7 +14,7 @@ and the attended values are `W_UV,h` times the attended latents (`project`). Bot
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvferry.shared.errors import UnsupportedModel
 
 LATENT = "kvferry_latent"
-"""Attribute of an attention module: a function that returns its `LatentProjection`."""
+"""Attribute of an attention module: a function that returns its `Latent`."""
 _SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -40,7 +40,7 @@ def pass_latent_rows(model: Any) -> None:
     for attention in modules:
         attention.kv_b_proj = _plain(attention.kv_b_proj, model.dtype)
         _check(attention)
-        setattr(attention, LATENT, partial(LatentProjection, attention))
+        setattr(attention, LATENT, partial(Latent, attention))
         attention.expand_kv = _rows
 
 
@@ -80,24 +80,11 @@ def _check(attention: nn.Module) -> None:
         )
 
 
-class Latent(Protocol):
-    """What `bridge.py` needs of a layer's latent attention. H query heads, R latent and P rotary channels."""
+class Latent:
+    """A layer's latent attention, by its module's own weights: views of `kv_b_proj`, no copies.
 
-    def expand(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Rows `[n, R + P]` as some heads' keys `[h, n, N + P]` and values `[h, n, V]`."""
-        ...
-
-    def absorb(self, queries: Tensor) -> Tensor:
-        """Queries `[B, H, T, N + P]` of expanded keys as queries `[B, H, T, R + P]` of rows."""
-        ...
-
-    def project(self, attended: Tensor) -> Tensor:
-        """Attended latents `[B, H, R]` as attended values `[B, H, V]`."""
-        ...
-
-
-class LatentProjection:
-    """Implements `Latent` by a module's own weights: views of `kv_b_proj`, no copies."""
+    Legend: H query heads, R latent and P rotary channels.
+    """
 
     def __init__(self, attention: Any) -> None:
         self._rank, self._nope = attention.kv_lora_rank, attention.qk_nope_head_dim
@@ -105,6 +92,7 @@ class LatentProjection:
         self._of_keys, self._of_values = weight[:, : self._nope], weight[:, self._nope :]
 
     def expand(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Rows `[n, R + P]` as some heads' keys `[h, n, N + P]` and values `[h, n, V]`."""
         latents, rotary = rows[:, : self._rank], rows[:, self._rank :]
         of_keys, of_values = self._of_keys[heads], self._of_values[heads]
         keys = rows.new_empty(len(of_keys), len(rows), self._nope + rotary.shape[1])
@@ -113,9 +101,11 @@ class LatentProjection:
         return keys, latents @ of_values.mT
 
     def absorb(self, queries: Tensor) -> Tensor:
+        """Queries `[B, H, T, N + P]` of expanded keys as queries `[B, H, T, R + P]` of rows."""
         latent = queries[..., : self._nope] @ self._of_keys
         return torch.cat([latent, queries[..., self._nope :]], -1)
 
     def project(self, attended: Tensor) -> Tensor:
+        """Attended latents `[B, H, R]` as attended values `[B, H, V]`."""
         values: Tensor = attended[:, :, None] @ self._of_values.mT
         return values[:, :, 0]

@@ -19,6 +19,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -30,22 +31,10 @@ from kvferry.shared.device.kernel_paths import Role, choose_kernels
 from kvferry.shared.device.self_test import model_shapes, self_test
 from kvferry.shared.errors import InvalidRequest, KvferryError
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.interface import DecodeAttention
+from kvferry.shared.model.interface import DecodeAttention, Division
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.compression import PartCompressor, PartTaker
-from kvferry.shared.model.parallel.messages import (
-    Abort,
-    Answer,
-    Call,
-    Decode,
-    Load,
-    Loaded,
-    Prefill,
-    Proceed,
-    Question,
-)
-from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
-from kvferry.shared.model.parallel.ranks import Ranks
+from kvferry.shared.model.parallel.passes import PartTaker, RankDecodePass, RankPrefillPass
+from kvferry.shared.model.parallel.ranks import Call, Question, Ranks, Word
 from kvferry.shared.process.logging import setup_logging
 
 if TYPE_CHECKING:
@@ -68,11 +57,11 @@ class FollowingRank(Ranks):
         self._noting = threading.Lock()
         self._asking = threading.Lock()
         self._num_asked = 0
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self._model: TransformersModel | None = None
 
     def join(self) -> None:
-        self._commands.send(Loaded())
+        self._commands.send(None)
         super().join()
 
     def follow(self) -> None:
@@ -81,24 +70,21 @@ class FollowingRank(Ranks):
             self._run(self._commands.recv())
 
     def loaded(self) -> None:
-        self._commands.send(Loaded())
+        self._commands.send(None)
         self.proceed()
 
     def proceed(self) -> None:
-        while True:
-            command: object = self._commands.recv()
-            if isinstance(command, Proceed):
-                return
-            if isinstance(command, Abort):
+        while (word := self._commands.recv()) is not Word.PROCEED:
+            if word is Word.ABORT:
                 raise PassAborted
-            self._run(command)  # a pass that overtakes this one
+            self._run(word)  # a pass that overtakes this one
 
     def decode_attention(self, num_slots: int) -> DecodeAttention:
         """What attends to this rank's heads in the next step. Only ranks that have KV have one."""
         raise NotImplementedError
 
-    def part_taker(self, transfer: TransferKey) -> PartTaker:
-        """What ships this rank's heads of a prompt. Only ranks that ship have one."""
+    def part_taker(self, transfer: TransferKey) -> PartTaker | None:
+        """What ships this rank's heads of a prompt; None if it was aborted. Only ranks that ship have one."""
         raise NotImplementedError
 
     def step_done(self) -> None:
@@ -108,17 +94,6 @@ class FollowingRank(Ranks):
         """Whose method of this name the lead calls (`LeadingRank.call`)."""
         return self
 
-    def prepare(self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str) -> None:
-        """Take what the worker computes with, beside the model: its kernels and its tables.
-
-        Args: is_tested: compare the kernels that the role uses with their references; see `self_test.py`.
-        """
-        spec, device = self.model.spec, self.model.device
-        choose_kernels(kernels, device)
-        install_tables(epsilon_tables)
-        for shape in model_shapes(spec, device) if is_tested else ():
-            self_test(role, shape)
-
     def take_aside(self, word: Any) -> None:
         """Do what the lead says aside, whatever runs; on a thread of its own. See `LeadingRank.aside`."""
 
@@ -127,7 +102,7 @@ class FollowingRank(Ranks):
         with suppress(EOFError, OSError):
             while True:
                 word = self._notes.recv()
-                if isinstance(word, Answer):
+                if isinstance(word, Question):
                     self._answers.put(word)
                 else:
                     self.take_aside(word)
@@ -143,12 +118,12 @@ class FollowingRank(Ranks):
         deadline_s = time.monotonic() + timeout_s
         with self._asking:
             self._num_asked += 1
-            self.note(Question(number=self._num_asked, what=what))
+            self.note(Question(number=self._num_asked, content=what))
             with suppress(queue.Empty):
                 while True:
                     answer = self._answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                     if answer.number == self._num_asked:
-                        return answer.answer
+                        return answer.content
         raise TimeoutError(f"the leading rank has given no answer for {timeout_s:g} s")
 
     @property
@@ -157,69 +132,75 @@ class FollowingRank(Ranks):
         assert self._model is not None, "nothing is loaded"
         return self._model
 
-    def _run(self, command: object) -> None:
-        if isinstance(command, Load):
-            self._load(command)
-            return
+    @torch.inference_mode()
+    def _run(self, call: Call) -> None:
+        answer: object = None
         try:
-            if isinstance(command, Prefill):
-                self._prefill(command)
-            elif isinstance(command, Decode):
-                self._decode(command)
-            elif isinstance(command, Call):
-                self._call(command)
+            answer = getattr(self.target(call.name), call.name)(*call.args)
         except PassAborted:
             pass
-        except InvalidRequest:
-            pass  # the lead tells the request
-
-    def _load(self, command: Load) -> None:
-        try:
-            self._model = load_model(
-                command.path_or_id,
-                device=command.device,
-                dtype=command.dtype,
-                max_model_len=command.max_model_len,
-                ranks=self,
-            )
         except KvferryError as error:
-            self._commands.send(Loaded(error=error.message))
-
-    @torch.inference_mode()
-    def _call(self, command: Call) -> None:
-        answer: object
-        try:
-            answer = getattr(self.target(command.name), command.name)(*command.args)
-        except KvferryError as error:
-            if not command.is_answered:
+            if not call.is_answered and not isinstance(error, InvalidRequest):  # the lead tells the request
                 raise
             answer = error.with_traceback(None)
-        if command.is_answered:
+        if call.is_answered:
             self._commands.send(answer)
 
-    def _prefill(self, command: Prefill) -> None:
+    # ---- what the lead of every role calls ---------------------------------------------------------------
+
+    @torch.inference_mode(False)  # the weights are ordinary tensors
+    def load(self, path_or_id: str | Path, device: str, dtype: str, max_model_len: int) -> None:
+        """Load this rank's part of a model; arguments as of `load_model`. The lead is told why it has not
+        (`LeadingRank.loaded`)."""
+        try:
+            self._model = load_model(
+                path_or_id, device=device, dtype=dtype, max_model_len=max_model_len, ranks=self
+            )
+        except KvferryError as error:
+            self._commands.send(error.with_traceback(None))
+
+    def prepare(self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str) -> None:
+        """Take what the worker computes with, beside the model: its kernels and its tables.
+
+        Args: is_tested: compare the kernels that the role uses with their references; see `self_test.py`.
+        """
+        spec, device = self.model.spec, self.model.device
+        choose_kernels(kernels, device)
+        install_tables(epsilon_tables)
+        for shape in model_shapes(spec, device) if is_tested else ():
+            self_test(role, shape)
+
+    def run_prompt(
+        self,
+        num_tokens: int,
+        start: int,
+        num_queries: int | None,
+        with_logits: bool,
+        division: Division | None,
+    ) -> None:
+        """Run a prompt's pass; arguments as of `LanguageModel.prefill`. The token ids follow by broadcast."""
         model = self.model
-        token_ids = torch.empty(command.num_tokens, dtype=torch.int64, device=model.device)
+        token_ids = torch.empty(num_tokens, dtype=torch.int64, device=model.device)
         self.broadcast(token_ids)
-        division = command.division
         current = RankPrefillPass(
             self,
+            model,
             model.spec,
-            start=command.start,
-            num_queries=command.num_queries,
-            compressor=None
-            if division is None
-            else PartCompressor(model, division, self.part_taker(division.transfer)),
+            start=start,
+            num_queries=num_queries,
+            division=division,
+            taker=None if division is None else self.part_taker(division.transfer),
         )
-        on_logits = (lambda first, logits: None) if command.with_logits else None
-        model.run_prompt(token_ids, command.start, current, on_logits=on_logits)
+        on_logits = (lambda first, logits: None) if with_logits else None
+        model.run_prompt(token_ids, start, current, on_logits=on_logits)
 
-    def _decode(self, command: Decode) -> None:
+    def run_step(self, batch_size: int) -> None:
+        """Run a decode step over the first slots. Token ids and positions follow by broadcast."""
         model = self.model
-        current = RankDecodePass(self.decode_attention(command.batch_size), spec=model.spec)
-        step = torch.empty(2, command.batch_size, dtype=torch.int64, device=model.device)
+        current = RankDecodePass(self.decode_attention(batch_size), spec=model.spec)
+        step = torch.empty(2, batch_size, dtype=torch.int64, device=model.device)
         self.broadcast(step)
-        model.run_step(step[0], step[1], current)
+        model.run(step[0][:, None], step[1][:, None], current)
         self.step_done()
         if current.error is not None:  # the lead's logits are not numbers, by which it knows
             _log.error("attention of a rank failed", rank=self.rank, exc_info=current.error)

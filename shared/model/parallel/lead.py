@@ -10,26 +10,27 @@ passes are refused.
 
 from __future__ import annotations
 
+import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from dataclasses import replace
+from itertools import repeat
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch.distributed as dist
 
-from kvferry.shared.errors import ConfigurationError, InvalidRequest, WorkerUnavailable
-from kvferry.shared.model.parallel.messages import Abort, Answer, Call, Join, Loaded, Proceed, Question
+from kvferry.shared.errors import ConfigurationError, InvalidRequest, KvferryError, WorkerUnavailable
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
-from kvferry.shared.model.parallel.ranks import Ranks
+from kvferry.shared.model.parallel.ranks import Call, Join, Question, Ranks, Word
 
 _log = structlog.get_logger(__name__)
 
@@ -46,8 +47,8 @@ class _Follower:
 
     def __init__(self, rank: int, follower_class: str) -> None:
         self.rank = rank
-        own, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
-        self.commands, self.life, self.notes = (Connection(end.detach()) for end in own)
+        own, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
+        self.commands, self.life, self.notes = own
         descriptors = [end.fileno() for end in theirs]
         self.process = subprocess.Popen(
             [
@@ -88,17 +89,14 @@ class LeadingRank(Ranks):
         follower_class: str = FOLLOWER,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
-        joins = [
-            Join(
-                rank=rank,
-                num_ranks=num_ranks,
-                store=str(Path(self._folder.name) / "store"),
-                backend=backend,
-                num_threads=num_threads,
-            )
-            for rank in range(num_ranks)
-        ]
-        super().__init__(joins[0])
+        join = Join(
+            rank=0,
+            num_ranks=num_ranks,
+            store=str(Path(self._folder.name) / "store"),
+            backend=backend,
+            num_threads=num_threads,
+        )
+        super().__init__(join)
         self._on_lost = on_lost
         self.on_note: Callable[[int, Any], None] = lambda rank, note: None
         self.on_question: Callable[[int, Any], Any] = lambda rank, what: None
@@ -110,33 +108,25 @@ class LeadingRank(Ranks):
         self._error: WorkerUnavailable | None = None
         self._is_loaded = False
         self._followers = [_Follower(rank, follower_class) for rank in range(1, num_ranks)]
-        for follower, join in zip(self._followers, joins[1:], strict=True):
-            follower.commands.send(join)
+        for follower in self._followers:
+            follower.commands.send(replace(join, rank=follower.rank))
             for what in (self._watch, self._read_notes):
                 name = f"kvferry-rank-{follower.rank}{what.__name__}"
                 threading.Thread(target=what, args=(follower,), name=name, daemon=True).start()
 
     def join(self) -> None:
-        """Join the group, once all followers have begun to.
-
-        Raises: ConfigurationError: one has ended before.
-        """
-        for follower in self._followers:
-            self._answer(follower)
+        """Join the group, once all followers have begun to. Raises: WorkerUnavailable: one has ended."""
+        self._answers()
         super().join()
 
-    def command(self, command: object) -> None:
-        """Tell all followers. Raises: WorkerUnavailable: a rank is lost."""
-        self.commands([command] * len(self._followers))
-
-    def commands(self, commands: Sequence[object]) -> None:
-        """Tell each follower its own command: the first that of rank 1. Raises: as `command`."""
+    def _tell(self, words: Iterable[object]) -> None:
+        """Tell each follower a word: the first one rank 1. Raises: WorkerUnavailable: a rank is lost."""
         if self._error is not None:
             raise self._error
         try:
             with self._telling:
-                for follower, command in zip(self._followers, commands, strict=True):
-                    follower.commands.send(command)
+                for follower, word in zip(self._followers, words, strict=False):
+                    follower.commands.send(word)
         except OSError as error:
             raise self.fail(error) from error
 
@@ -149,20 +139,26 @@ class LeadingRank(Ranks):
                     follower.notes.send(word)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a method in all followers; see `FollowingRank.target`. Raises: as `command`."""
-        self.command(Call(name=name, args=args))
+        """Call a method in all followers; see `FollowingRank.target`. Raises: WorkerUnavailable: a rank is
+        lost."""
+        self._tell(repeat(Call(name=name, args=args)))
+
+    def call_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> None:
+        """As `call`, with arguments for each follower: the first those of rank 1."""
+        self._tell(Call(name=name, args=of_one) for of_one in args)
 
     def ask(self, name: str, *args: Any) -> Callable[..., list[Any]]:
         """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1
         first, after the pass that runs. One thread at a time may ask, until it has the answers.
 
-        Raises: as `command`.
+        It raises ConfigurationError if a rank has raised a KvferryError, and WorkerUnavailable if one is lost
+        or has no answer in time. Raises: as `call`.
         """
-        self.command(Call(name=name, args=args, is_answered=True))
+        self._tell(repeat(Call(name=name, args=args, is_answered=True)))
         return self._answers
 
-    def _answers(self, *, timeout_s: float) -> list[Any]:
-        """Raises: WorkerUnavailable: a rank is lost, or has no answer in time."""
+    def _answers(self, *, timeout_s: float = math.inf, what: str = "") -> list[Any]:
+        """See `ask`. Args: what: a rank does not, for the error."""
         found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
             try:
@@ -175,20 +171,18 @@ class LeadingRank(Ranks):
                 found.append(follower.commands.recv())
             except (EOFError, OSError) as error:
                 raise self.fail(error) from error
+        for rank, answer in enumerate(found, 1):
+            if isinstance(answer, KvferryError):
+                raise ConfigurationError(f"rank {rank} of {self.num_ranks}{what}: {answer.message}")
         return found
 
     def loaded(self) -> None:
-        for follower in self._followers:
-            answer = self._answer(follower)
-            if answer.error:
-                raise ConfigurationError(
-                    f"rank {follower.rank} of {self.num_ranks} does not load: {answer.error}"
-                )
+        self._answers(what=" does not load")
         self.proceed()
         self._is_loaded = True
 
     def proceed(self) -> None:
-        self.command(Proceed())
+        self._tell(repeat(Word.PROCEED))
 
     @contextmanager
     def running(self, current: RankPrefillPass | RankDecodePass) -> Iterator[None]:
@@ -198,14 +192,12 @@ class LeadingRank(Ranks):
         """
         try:
             yield
-        except InvalidRequest:  # of the model itself, which all ranks refuse
-            if current.is_lead_alone:
-                self.command(Abort())
-            raise
         except BaseException as error:
             if current.is_lead_alone and self._error is None:
-                self.command(Abort())
+                self._tell(repeat(Word.ABORT))
                 raise
+            if isinstance(error, InvalidRequest) and not current.is_lead_alone:
+                raise  # of the model itself, which all ranks refuse
             raise self.fail(error) from error
 
     def fail(self, error: BaseException) -> WorkerUnavailable:
@@ -222,18 +214,6 @@ class LeadingRank(Ranks):
         if dist.is_initialized():
             dist.destroy_process_group()
         self._folder.cleanup()
-
-    def _answer(self, follower: _Follower) -> Loaded:
-        """The follower's answer, however long it takes. Raises: ConfigurationError: it has ended."""
-        while not follower.commands.poll(_PING_INTERVAL_S):
-            if self._error is not None:
-                raise ConfigurationError(self._error.message)
-        try:
-            answer = follower.commands.recv()
-        except (EOFError, OSError) as error:
-            raise ConfigurationError(self.fail(error).message) from error
-        assert isinstance(answer, Loaded)
-        return answer
 
     def _watch(self, follower: _Follower) -> None:
         """Runs on a thread for each follower: the pipe ends with its process."""
@@ -264,9 +244,9 @@ class LeadingRank(Ranks):
                 note = None
             try:
                 if isinstance(note, Question):
-                    answer = self.on_question(follower.rank, note.what)
+                    answer = self.on_question(follower.rank, note.content)
                     with self._aside:
-                        follower.notes.send(Answer(number=note.number, answer=answer))
+                        follower.notes.send(replace(note, content=answer))
                 else:
                     self.on_note(follower.rank, note)
             except Exception:

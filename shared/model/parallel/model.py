@@ -7,8 +7,9 @@ its own heads, and attends to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,23 +17,21 @@ from torch import Tensor
 
 from kvferry.kernels.dispatch import KernelMode
 from kvferry.shared.device.kernel_paths import Role
-from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.interface import DecodeAttention, DividingObserver, LayerStates, PrefillObserver
+from kvferry.shared.errors import ConfigurationError, UnsupportedModel, WorkerUnavailable
+from kvferry.shared.model.bridge import DecodePass, PrefillPass, TransformersModel
+from kvferry.shared.model.interface import DecodeAttention, DividingObserver, PrefillObserver
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel.compression import PartCompressor
 from kvferry.shared.model.parallel.lead import FOLLOWER, LeadingRank
-from kvferry.shared.model.parallel.messages import Decode, Load, Prefill
 from kvferry.shared.model.parallel.passes import RankDecodePass, RankPrefillPass
 from kvferry.shared.model.parallel.ranks import backend_for
-from kvferry.shared.model.parallel.support import whole_spec
+from kvferry.shared.model.spec import ModelSpec
 
 _PREPARE_TIMEOUT_S = 900.0
 """Kernels are compiled and tested in it."""
 
 
-class ParallelModel:
-    """Implements `LanguageModel`; see there for the methods.
+class ParallelModel(TransformersModel):
+    """The leading rank's part, whose passes all ranks run; they also raise WorkerUnavailable: a rank is lost.
 
     Attributes:
         part_spec: the spec of the leading rank's heads, and of any other's.
@@ -44,78 +43,49 @@ class ParallelModel:
     """
 
     def __init__(self, part: TransformersModel, lead: LeadingRank) -> None:
-        self.spec = whole_spec(part.spec, lead.num_ranks)
+        vars(self).update(vars(part))  # over the same modules
+        self.spec = _whole_spec(part.spec, lead.num_ranks)
         self.part_spec = part.spec
-        self.device = part.device
-        self.dtype = part.dtype
-        self._part = part
+        self.num_ranks = lead.num_ranks
         self.lead = lead
+        self._fused = None
 
-    @property
-    def num_ranks(self) -> int:
-        return self.lead.num_ranks
-
-    @torch.inference_mode()
-    def prefill(
+    @contextmanager
+    def _prompt_pass(
         self,
         token_ids: Tensor,
-        *,
         start: int,
         observer: PrefillObserver,
-        states: LayerStates | None = None,
-        num_queries: int | None = None,
-        on_logits: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
-        """Raises: also WorkerUnavailable: a rank is lost."""
-        self._part.check_window(start + len(token_ids))
-        lead = self.lead
+        num_queries: int | None,
+        with_logits: bool,
+    ) -> Iterator[PrefillPass]:
         division = observer.division if isinstance(observer, DividingObserver) else None
         current = RankPrefillPass(
-            lead,
-            self._part.spec,
+            self.lead,
+            self,
+            self.part_spec,
             start=start,
             num_queries=num_queries,
-            compressor=PartCompressor(self._part, division) if division is not None else None,
+            division=division,
             observer=observer,
         )
-        lead.command(
-            Prefill(
-                num_tokens=len(token_ids),
-                start=start,
-                num_queries=num_queries,
-                with_logits=on_logits is not None,
-                division=division,
-            )
-        )
-        with lead.running(current):
-            lead.broadcast(token_ids.contiguous())
-            return self._part.run_prompt(token_ids, start, current, on_logits=on_logits)
+        self.lead.call("run_prompt", len(token_ids), start, num_queries, with_logits, division)
+        with self.lead.running(current):
+            self.lead.broadcast(token_ids.contiguous())
+            yield current
 
-    @torch.inference_mode()
-    def decode(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        *,
-        attention: DecodeAttention,
-        states: LayerStates | None = None,
-    ) -> Tensor:
-        """Args: attention: of the leading rank's heads; followers have theirs (`FollowingRank`).
-
-        Raises: also what the attention raises, and WorkerUnavailable: a rank is lost.
-        """
-        lead = self.lead
-        current = RankDecodePass(attention, spec=self._part.spec)
-        lead.command(Decode(batch_size=len(token_ids)))
-        with lead.running(current):
-            lead.broadcast(torch.stack([token_ids, positions]))
-            logits = self._part.run_step(token_ids, positions, current)
+    @contextmanager
+    def _step_pass(
+        self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention
+    ) -> Iterator[DecodePass]:
+        """Args: attention: of the leading rank's heads; followers have theirs (`FollowingRank`)."""
+        current = RankDecodePass(attention, spec=self.part_spec)
+        self.lead.call("run_step", len(token_ids))
+        with self.lead.running(current):
+            self.lead.broadcast(torch.stack([token_ids, positions]))
+            yield current
         if current.error is not None:
             raise current.error
-        return logits
-
-    def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
-        return self._part.pre_rope_keys(layer, keys)
 
     def prepare(self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str) -> None:
         """Have the other ranks take what this process has taken; waits until they have. See
@@ -125,6 +95,22 @@ class ParallelModel:
     def close(self) -> None:
         """End the other ranks. No pass may be running."""
         self.lead.close()
+
+
+def _whole_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """The spec of all heads.
+
+    Args: spec: as the probe has measured it in one rank.
+    Raises: UnsupportedModel: a layer cannot be divided.
+    """
+    for layer in range(spec.num_layers):
+        own = spec.layer(layer)
+        if not own.has_rows or own.latent_dim or own.heads is not None:
+            raise UnsupportedModel(
+                f"layer {layer} has a state, latent rows or heads of its own, which is not supported with "
+                f"tensor_parallel {num_ranks}; it must be 1"
+            )
+    return replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
 
 
 def load_parallel_model(
@@ -161,11 +147,11 @@ def load_parallel_model(
         unless_loaded.callback(lead.close)
         try:
             lead.join()
-            lead.command(Load(path_or_id=path_or_id, device=device, dtype=dtype, max_model_len=max_model_len))
+            lead.call("load", path_or_id, device, dtype, max_model_len)
             part = load_model(
                 path_or_id, name=name, device=device, dtype=dtype, max_model_len=max_model_len, ranks=lead
             )
-        except RuntimeError as error:  # of an exchange with a rank that has ended
+        except (RuntimeError, WorkerUnavailable) as error:  # of an exchange with a rank that has ended
             raise ConfigurationError(lead.fail(error).message) from error
         model = ParallelModel(part, lead)
         unless_loaded.pop_all()

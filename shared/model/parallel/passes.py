@@ -1,11 +1,14 @@
 """Passes of a tensor-parallel model: each rank projects and attends for its own heads.
 
 In a decode step every rank has the KV of its heads, and only the model's own sums go from rank to rank. In
-prefill the prompt's observer, which ships it and has its history, is the leading rank's. It does that alone,
-between two words to the followers:
+prefill the prompt's observer, which has its history, is the leading rank's. It does that alone, between two
+words to the followers:
 
     prefill layer   history ─proceed► history to ranks; attention; compression; shipping, observer ─proceed►
 
+    every rank      K, V, queries of its heads ──► compress ──► observer in the lead, `PartTaker` elsewhere
+
+K, V and what is made of them stay in their rank, unless the session's history wants the new tokens' K and V.
 Where the method compresses all heads together, K, V and queries go to the lead, and its observer compresses.
 
 While the lead is alone, followers wait for its word, so an error there aborts the pass in all ranks, and a
@@ -16,144 +19,135 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.softmax import Scaling, Softmax
+from kvferry.kernels.softmax import Scaling
+from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.formats.interface import Encoded
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.model.adapters.latent import Latent
-from kvferry.shared.model.bridge import DecodePass
-from kvferry.shared.model.interface import DecodeAttention, DividingObserver, PrefillObserver
-from kvferry.shared.model.parallel.compression import PartCompressor
+from kvferry.shared.model.bridge import DecodePass, PrefillPass, TransformersModel
+from kvferry.shared.model.interface import DecodeAttention, DividingObserver, Division, PrefillObserver
 from kvferry.shared.model.parallel.ranks import Ranks
-from kvferry.shared.model.prefill_attention import prefill_attention
-from kvferry.shared.model.spec import LayerSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from kvferry.shared.model.state_cache import StateCache
+from kvferry.shared.model.spec import ModelSpec
 
 
-class RankPrefillPass:
-    """A rank's part of a prompt's pass; see `PrefillPass`.
+class PartTaker(Protocol):
+    """Takes what a rank other than the lead has compressed of its heads."""
+
+    def take(self, layer: int, part: Encoded | Exception) -> None:
+        """Called for each layer, in order, and again from the first one if the pass is run again. Raises
+        nothing. Args: part: or why the layer cannot be compressed."""
+        ...
+
+
+class RankPrefillPass(PrefillPass):
+    """A rank's part of a prompt's pass.
 
     Attributes:
         is_lead_alone: whether followers wait for a word.
 
     Args:
+        model: whose positions a method may undo.
         spec: of this rank's heads.
-        compressor: of this rank's heads; None: the observer is given all heads.
-        observer: the lead's, a `DividingObserver` if there is a compressor; None in followers.
+        division: by which this rank compresses them; None: the observer is given all heads.
+        observer: the lead's, a `DividingObserver` if there is a division; None in followers.
+        taker: in a follower, of what it compresses; None: nothing is wanted of it any more.
     """
 
     def __init__(
         self,
         ranks: Ranks,
+        model: TransformersModel,
         spec: ModelSpec,
         *,
         start: int,
         num_queries: int | None,
-        compressor: PartCompressor | None,
+        division: Division | None,
         observer: PrefillObserver | None = None,
+        taker: PartTaker | None = None,
     ) -> None:
+        super().__init__(observer, start=start, spec=spec, num_queries=num_queries)
         self._ranks = ranks
-        self._compressor = compressor
-        self.spec = spec
-        self.positions = torch.empty(0)
-        self.cache: StateCache | None = None
+        self._model = model
+        self._division = division
+        self._formats = () if division is None else make_formats(spec, division.plan)
+        self._taker = taker
+        self._of_all: tuple[Tensor, Tensor] | None = None
+        """The lead's history of a layer whose observer is given all heads."""
         self.is_lead_alone = False
-        self._observer = observer
-        self._start = start
-        self._num_queries = num_queries
-        self._layers = spec.layers or (LayerSpec(),) * spec.num_layers
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
-    ) -> Tensor:
-        assert latent is None, "latent rows are not divided among ranks"
-        history: tuple[Tensor, Tensor] | None = None
+    def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of this rank's heads."""
+        history = None
         with self._lead_alone():
             if self._observer is not None:
-                history = self._observer.history(layer)
-                num_history = 0 if history is None else history[0].shape[1]
-                assert num_history == self._start, (
-                    f"history has {num_history} tokens, the pass starts at {self._start}"
-                )
-        keys = self._with_history(key[0], None if history is None else history[0])
-        values = self._with_history(value[0], None if history is None else history[1])
-        output = prefill_attention(query, keys[None], values[None], scaling, self._layers[layer])
-        observed = (query if self._num_queries is None else query[:, :, -self._num_queries :])[0]
-        queries = observed.view(len(keys), -1, *observed.shape[1:])
-        scale = scaling.scaling if isinstance(scaling, Softmax) else scaling
-        if self._compressor is None:
-            del keys, values
-            self._show(layer, queries, key[0], value[0], scale, history)
+                history = super()._history(layer, key)
+        if not self._start:
+            return None
+        self._of_all = history if self._division is None else None
+        like = key.new_empty(key.shape[1], self._start, key.shape[3])
+        keys, values = (
+            self._ranks.scatter([] if history is None else history[i].chunk(self._ranks.num_ranks), like)
+            for i in range(2)
+        )
+        return keys, values
+
+    def _done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if self._division is None:
+            self._show(layer, queries, keys, values, scaling)
         else:
-            del history
-            self._compress(self._compressor, layer, queries, keys, values, scale)
-        return output.transpose(1, 2).contiguous()
+            self._compress(self._division, layer, queries, keys, values, scaling)
 
-    def _show(
-        self,
-        layer: int,
-        queries: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        history: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        """Give the observer all heads. Args: key, value: of the new tokens; history: the lead's."""
-        keys, values = (self._ranks.gather(its) for its in (key, value))
-        every_query = self._ranks.gather(queries)
+    def _show(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        """Give the observer all heads."""
+        new, every_query = self._new_rows(keys, values), self._ranks.gather(queries)
+        history, self._of_all = self._of_all, None
         with self._lead_alone():
             if self._observer is not None:
-                all_keys, all_values = torch.cat(keys), torch.cat(values)
-                del keys, values
+                rows = [torch.cat(parts) for parts in new]
+                del new
                 if history is not None:
-                    all_keys, all_values = (
-                        torch.cat(its, 1) for its in zip(history, (all_keys, all_values), strict=True)
-                    )
+                    rows = [torch.cat(both, 1) for both in zip(history, rows, strict=True)]
                     del history
-                self._observer.layer_done(layer, torch.cat(every_query), all_keys, all_values, scaling)
+                self._observer.layer_done(layer, torch.cat(every_query), rows[0], rows[1], scaling)
 
     def _compress(
         self,
-        compressor: PartCompressor,
+        division: Division,
         layer: int,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
         scaling: float,
     ) -> None:
-        """Compress this rank's heads, and give them to what ships them."""
+        """Compress this rank's heads, and give them to what ships them. A rank that cannot goes on with the
+        pass, which the others run, too."""
         observer = self._observer
         assert observer is None or isinstance(observer, DividingObserver)
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling)
+        part: Encoded | Exception
         with nullcontext() if observer is None else observer.compressing(layer):
-            part = compressor.compress(layer, queries, keys, values, scaling)
-        rows: list[Tensor] = []
-        if compressor.with_rows:
-            rows = [torch.cat(its) for its in map(self._new_rows, (keys, values)) if its]
-        compressor.give(layer, part)
+            try:
+                part = encode_layer(division.plan, self._formats[layer], inputs)
+            except Exception as error:
+                part = error
+        new = self._new_rows(keys, values) if division.with_rows else []
+        if self._taker is not None:
+            self._taker.take(layer, part)
         with self._lead_alone():
             if observer is not None:
                 if isinstance(part, Exception):
                     raise part
+                rows = [torch.cat(parts) for parts in new]
                 observer.layer_compressed(layer, part, (rows[0], rows[1]) if rows else None)
 
-    def _new_rows(self, rows: Tensor) -> list[Tensor]:
-        return self._ranks.gather(rows[:, self._start :])
-
-    def _with_history(self, new: Tensor, history: Tensor | None) -> Tensor:
-        """K or V of all tokens, of this rank's heads.
-
-        Args: new: `[h, T, D]` of this rank's heads; history: `[H_kv, P, D]`, the lead's.
-        Returns: `[h, P + T, D]`.
-        """
-        if not self._start:
-            return new
-        parts = [] if history is None else history.chunk(self._ranks.num_ranks)
-        own = self._ranks.scatter(parts, new.new_empty(new.shape[0], self._start, new.shape[2]))
-        return torch.cat([own, new], 1)
+    def _new_rows(self, keys: Tensor, values: Tensor) -> list[list[Tensor]]:
+        """In the lead K and V of the new tokens, of each rank's heads."""
+        return [self._ranks.gather(rows[:, self._start :]) for rows in (keys, values)]
 
     @contextmanager
     def _lead_alone(self) -> Iterator[None]:
@@ -184,7 +178,6 @@ class RankDecodePass(DecodePass):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
-        assert latent is None, "latent rows are not divided among ranks"
         if self.error is None:
             try:
                 return super().attend(layer, query, key, value, scaling, latent)

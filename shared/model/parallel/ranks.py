@@ -11,17 +11,55 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.parallel.messages import Join
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 """Ranks reach an exchange at about the same time. One that has stopped is noticed sooner (`lead.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Join the group. Attributes: store: file by which the ranks find one another; num_threads: for torch."""
+
+    rank: int
+    num_ranks: int
+    store: str
+    backend: str
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call a method; see `FollowingRank.target`. Attributes: is_answered: with its result, or its error."""
+
+    name: str
+    args: tuple[Any, ...]
+    is_answered: bool = False
+
+
+class Word(Enum):
+    """Told to followers that wait within a pass: the lead is done with what it does alone, or the pass is
+    over, because that failed or was cancelled."""
+
+    PROCEED = "proceed"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Noted by a follower: what it wants to be told at once. The answer comes as one of the same number."""
+
+    number: int
+    content: object
 
 
 class Ranks:
@@ -34,6 +72,11 @@ class Ranks:
         self.rank = join.rank
         self.num_ranks = join.num_ranks
         self._join = join
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's part of the model."""
+        return torch.device("cuda", self.rank) if self._join.backend == "nccl" else torch.device("cpu")
 
     def join(self) -> None:
         """Join the group; returns when all ranks have. The device must not have been used before."""
@@ -49,16 +92,8 @@ class Ranks:
             rank=self.rank,
             world_size=self.num_ranks,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=self._device if self._join.backend == "nccl" else None,
+            device_id=self.device if self._join.backend == "nccl" else None,
         )
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("cuda", self.rank) if self._join.backend == "nccl" else torch.device("cpu")
-
-    def resolve_device(self) -> torch.device:
-        """The device of this rank's part of the model."""
-        return self._device
 
     def loaded(self) -> None:
         """Called when this rank has its weights; returns when all have.

@@ -13,7 +13,7 @@ from kvferry.shared.cache.arena import LayerLayout, sequence_layout
 from kvferry.shared.compression import formats
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, Tensors
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, Sizing
 from kvferry.shared.compression.plan import WINDOW_FORMAT, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
@@ -88,6 +88,21 @@ def make_inputs(
         values=keys[..., :latent_dim] if latent_dim else rows(num_tokens),
         scaling=head_dim**-0.5,
         unrotate=lambda keys: keys.float(),
+    )
+
+
+def make_sizing(
+    rows: int, *, num_tokens: int, head_dim: int, latent_dim: int = 0, max_new_tokens: int = 1
+) -> Sizing:
+    """A budget of these rows."""
+    return Sizing(
+        layer=0,
+        rows=rows,
+        budget=rows,
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=max_new_tokens,
+        head_dim=head_dim,
+        latent_dim=latent_dim,
     )
 
 

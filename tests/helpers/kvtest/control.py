@@ -11,19 +11,15 @@ import pytest
 from structlog.contextvars import get_contextvars
 
 from kvferry.shared.compression.plan import CompressionPlan, LayerPlan, ResolvedPlan
+from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
-    DecodeControl,
     FirstToken,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
     HistoryInfo,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
-    PrefillControl,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -197,14 +193,6 @@ class PrefillService:
     async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
         self.asked.append(request)
         return HistoryInfo(num_tokens=32 * len(request.block_hashes), size_bytes=0)
-
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        self.asked.append(turns)
-        return PendingAnswer(overtaken=tuple(turn.session for turn in turns.turns))
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo:
-        self.asked.append(session)
-        return PendingInfo(bases=("", "c-1"))
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         raise SessionNotFound(f"session {session.session_id!r} is not known", param="id")

@@ -13,15 +13,16 @@ import torch
 
 import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.server import ArenaRegistry
 from kvferry.services.decode.service import DecodeService
 from kvferry.services.prefill.parts import PromptTransfer
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import ModelSpec
@@ -31,6 +32,7 @@ from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.metrics import DecodeMetrics
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import OneProcessGenerator
 
 torch.set_num_threads(1)
@@ -214,7 +216,8 @@ class Shipper:
         """Send layers from `first` on, up to but not including `last`."""
         layers = list(zip(cache.formats, cache.layers, strict=True))
         for layer, (fmt, tensors) in list(enumerate(layers))[first:last]:
-            transfer.send_layer(layer, named(fmt, tensors))
+            of_ranks = isinstance(transfer, PromptTransfer)
+            transfer.send_layer(layer, tensors if of_ranks else named(fmt, tensors))
 
     def offer(self, transfer, cache, **span):
         """Send what will be refused; the refusal may come before the last layer is queued."""
@@ -283,8 +286,8 @@ class Harness:
         self.hub = hub or InProcessHub()
         self.model = model or SmallModel()
         self.metrics = DecodeMetrics()
-        self.sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
-        self.prefill_sender = self.hub.sender(buffer_bytes=1 << 24, timeout_s=20)
+        self.sender = BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=20)
+        self.prefill_sender = BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=20)
         self.shipper = Shipper(prefill_model or SmallModel(), self.prefill_sender)
         settings = {"arena_bytes": 1 << 20, "admission_wait_s": 0.2, "warm_up": False} | config
         self.service = DecodeService(
@@ -298,6 +301,7 @@ class Harness:
             sweep_interval_s=sweep_interval_s,
             rank_transport=rank_transport,
         )
+        self.registry = ArenaRegistry(self.metrics, self.service.arena, self.model.num_ranks)
 
     async def close(self):
         await self.service.close()
@@ -305,7 +309,7 @@ class Harness:
 
     def value(self, name, **labels):
         """Sum of a metric's samples that have these labels."""
-        samples = (s for metric in self.service.registry.collect() for s in metric.samples)
+        samples = (s for metric in self.registry.collect() for s in metric.samples)
         return sum(
             s.value for s in samples if s.name == f"kvferry_{name}" and labels.items() <= s.labels.items()
         )

@@ -22,8 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.services.launcher import process
-from kvferry.services.launcher.child import run_service
-from kvferry.services.launcher.process import process_context
+from kvferry.services.launcher.process import process_context, run_service
 from kvferry.shared.model.parallel import follower, lead
 
 

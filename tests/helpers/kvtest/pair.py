@@ -36,6 +36,7 @@ from kvferry.shared.process.worker import ProcessTransport, RankTransport
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.telemetry.metrics import DecodeMetrics, PrefillMetrics
 from kvferry.shared.wire.in_process import InProcessHub
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
 WAIT_S = 60.0
@@ -113,7 +114,9 @@ class Pair:
         self.prefill = PrefillService(
             model=self.model,
             store=self.store,
-            ranks=PrefillRanks(ranked, self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S)),
+            ranks=PrefillRanks(
+                ranked, BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=WAIT_S)
+            ),
             server_factory=self.hub.server,
             metrics=self.prefill_metrics,
             config=config,
@@ -130,7 +133,7 @@ class Pair:
             tokenizer=self.tokenizer,
             metrics=self.decode_metrics,
             server_factory=self.hub.server,
-            sender=self.hub.sender(buffer_bytes=1 << 24, timeout_s=WAIT_S),
+            sender=BlockSender(self.hub.connecting(), buffer_bytes=1 << 24, timeout_s=WAIT_S),
             sweep_interval_s=0.02,
             rank_transport=self.rank_transport,
         )

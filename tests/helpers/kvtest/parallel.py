@@ -103,7 +103,7 @@ async def started(
     """
     options: dict[str, Any] = {"arena_bytes": 1 << 24}
     if model.num_ranks > 1:
-        options["hub"] = hub or ProcessTransport(SETTINGS, None)
+        options["hub"] = hub or ProcessTransport(SETTINGS, "decode")
         options["rank_transport"] = RankTransport.of(SETTINGS, "decode")
     made = Harness(model=model, prefill_model=one, **(options | config))
     serialise_prefill(made)

@@ -175,11 +175,11 @@ _OTHERS = (
         what="A reservation whose transfer has begun and then stalls never expires.",
         path="services/decode/sequence.py",
         old="""\
-                if not late or sequence.state not in (SequenceState.RESERVED, SequenceState.IN_TRANSFER):
+                if now_s < sequence.lease_until_s or sequence.state not in _ARRIVING:
                     continue
 """,
         new="""\
-                if not late or sequence.state is not SequenceState.RESERVED:
+                if now_s < sequence.lease_until_s or sequence.state is not SequenceState.RESERVED:
                     continue
 """,
         near=("tests/services/decode/test_lifecycle.py", "tests/services/decode/test_failure_matrix.py"),
@@ -227,7 +227,7 @@ _OTHERS = (
     PlantedFault(
         name="heavy-merge",
         what="D2O's weights of a row that decode merges are not normalised.",
-        path="shared/compression/d2o/cache.py",
+        path="shared/compression/d2o/eviction.py",
         old="            merged = (math.e * target.float() + weight * row.float()) / (math.e + weight)",
         new="            merged = (math.e * target.float() + weight * row.float()) / math.e",
         near=("tests/shared/compression/d2o",),
@@ -235,7 +235,7 @@ _OTHERS = (
     PlantedFault(
         name="leverage-sign",
         what="Compactor's leverage makes a token's score lower.",
-        path="shared/compression/scorers/compactor.py",
+        path="shared/compression/scorers.py",
         old="                blend += self.leverage_weight",
         new="                blend -= self.leverage_weight",
         near=("tests/shared/compression/test_compactor.py",),
@@ -277,12 +277,12 @@ _OTHERS = (
         what="A stream that fails before its first token is answered with status 200.",
         path="services/router/api/completions.py",
         old="""\
-        event = await self._next_event(timer)
-        if isinstance(event, KvferryError):
-            raise self.told(event)
+            event = await self._next_event(timer)
+            if isinstance(event, KvferryError):
+                raise self._told(event)
 """,
         new="""\
-        event = await self._next_event(timer)
+            event = await self._next_event(timer)
 """,
         near=("tests/services/router/test_streams.py",),
     ),
@@ -337,16 +337,8 @@ _OTHERS = (
         name="no-deadline",
         what="Decode is not told the request's deadline.",
         path="services/router/turn/attempt.py",
-        old="""\
-                shares=shares,
-            ),
-            timeout_s=self._remaining_s(),
-""",
-        new="""\
-                shares=shares,
-            ),
-            timeout_s=3600.0,
-""",
+        old="        return self.decode.client.generate(request, timeout_s=self._remaining_s())",
+        new="        return self.decode.client.generate(request, timeout_s=3600.0)",
         near=("tests/services/router/test_turn.py", "tests/services/router/test_streams.py"),
     ),
     PlantedFault(
@@ -434,8 +426,8 @@ _OTHERS = (
         name="scaled-rope",
         what="Keys whose positions are undone stay multiplied by the square of the attention factor.",
         path="shared/model/rotary.py",
-        old="        cos, sin = cos / norm, self._sign * sin / norm",
-        new="        sin = self._sign * sin",
+        old="        cos, sin = cos / norm, sign * sin / norm",
+        new="        sin = sign * sin",
         near=("tests/shared/model/test_rotary.py",),
     ),
     PlantedFault(

@@ -49,6 +49,7 @@ from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import BlockHeader, EndRecord, LayerHeader, Manifest, TransferKey
 from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
 from kvtest.clock import Clock
 
@@ -92,7 +93,7 @@ class RecordingSink:
         buffer = self._bytes[header.key, header.layer, announced.name]
         assert len(buffer) == header.offset
         buffer.extend(payload)
-        assert len(buffer) <= header.tensor_bytes == size_bytes
+        assert len(buffer) <= size_bytes
 
     def commit(self, end: EndRecord) -> None:
         self.is_committing.set()
@@ -375,10 +376,10 @@ async def harness(
     hub = InProcessHub()
     sink = RecordingSink()
     decode = hub.server(sink)
-    sender = hub.sender(
+    sender = BlockSender(
+        hub.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
         buffer_bytes=config.buffer_bytes,
         timeout_s=config.transfer_timeout_s,
-        on_connected=lambda transport: metrics.block_connections.labels(transport).inc(),
     )
     service = PrefillService(
         model=model,

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
-from kvferry.services.prefill.turns import PendingTable
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     CommitTurnRequest,
@@ -24,9 +22,6 @@ from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryInfo,
     HistoryReturned,
-    PendingAnswer,
-    PendingInfo,
-    PendingTurns,
     PrefillEvent,
     PrefillRequest,
     PrefixRequest,
@@ -48,19 +43,6 @@ from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 TRANSFER_BYTES = {"rows": 1000, "index": 20, "manifest": 3}
 TIMEOUT_S = 60.0
-
-
-class Announced:
-    """What one router's store tells the prefill workers; implements `Announce`."""
-
-    def __init__(self) -> None:
-        self.table = PendingTable(time.monotonic)
-
-    async def announce_pending(self, turns: PendingTurns) -> frozenset[SessionKey]:
-        return frozenset(self.table.announce(turns).overtaken)
-
-    async def pending_turn(self, session: SessionKey) -> list[PendingInfo]:
-        return [self.table.info(session)]
 
 
 @dataclass
@@ -295,14 +277,11 @@ class ScriptedPrefill(_Worker):
         self.dropped: list[SessionKey] = []
         self.commit_error: KvferryError | None = None
         self.prefix_error: KvferryError | None = None
-        self.pending = PendingTable(time.monotonic)
-        """Several routers' workers may share one, as if they were the same workers."""
 
     async def prefill(
         self, request: PrefillRequest, *, timeout_s: float
     ) -> AsyncGenerator[PrefillEvent, None]:
         fault = self._next_fault(request.probe)
-        self.pending.begin(request)
         with self._turn(request, timeout_s):
             if request.session is not None:
                 self.staged[request.request_id] = request.session
@@ -380,21 +359,14 @@ class ScriptedPrefill(_Worker):
         raise TransferFailed("nothing is sent again here", reason="resend")
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        self.pending.give_up(self.staged.pop(request_id, None), request_id)
+        self.staged.pop(request_id, None)
         self.aborted.append(request_id)
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         return self._info(session)
 
-    async def announce_pending(self, turns: PendingTurns, *, timeout_s: float) -> PendingAnswer:
-        return self.pending.announce(turns)
-
-    async def pending_turn(self, session: SessionKey, *, timeout_s: float) -> PendingInfo:
-        return self.pending.info(session)
-
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         info = self._info(session)
-        self.pending.drop(session)
         self.history.pop(session, None)
         self.dropped.append(session)
         return info

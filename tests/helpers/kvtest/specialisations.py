@@ -17,14 +17,15 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kvferry.kernels.rehearsal import GPUS, rehearsal
-from kvferry.services.decode.step import StepDevice, StepInput, StepRunner
+from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.step import StepDevice, StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
-from kvferry.shared.device.warm_up import PromptPass
+from kvferry.shared.device.warm_up import CollectingPass
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -103,7 +104,7 @@ def serve(
         num_prompt_tokens=num_tokens, max_new_tokens=4, num_layers=spec.num_layers, head_dim=spec.head_dim,
         layers=spec.layers,
     )  # fmt: skip
-    pass_ = PromptPass(model)
+    pass_ = CollectingPass(model)
     model.prefill(torch.arange(num_tokens) % spec.vocab_size, start=0, observer=pass_)
     resolved, compressed = compress_prompt(spec, resolved, pass_.layers, pass_.states)
     layout = sequence_layout(make_formats(spec, resolved))

@@ -46,8 +46,9 @@ from kvferry.shared.wire.messages import (
     TensorHeader,
     TransferKey,
 )
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 from kvferry.shared.wire.receiver import BlockServer, BlockSink
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryConnectingChannel, SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 from kvtest.ports import unreachable_endpoint
@@ -104,7 +105,7 @@ class RecordingSink:
         tensor = self.tensors.setdefault((header.key, header.layer, announced.name), bytearray())
         assert len(tensor) == header.offset
         start, end = tensor_starts(layers[-1])[header.tensor : header.tensor + 2]
-        assert header.offset + payload.nbytes <= header.tensor_bytes == end - start
+        assert header.offset + payload.nbytes <= end - start
         tensor += payload
         self.blocks += 1
 
@@ -132,7 +133,7 @@ class Wire:
         self._closers: list[Callable[[], None]] = []
         self.late_blocks = 0
 
-    def server(self, sink: BlockSink, *, idle_timeout_s: float = WAIT_S) -> BlockServer:
+    def server(self, sink: BlockSink) -> BlockServer:
         channel: ListeningChannel
         if self.kind == "inproc":
             channel = self._hub.listening()
@@ -143,24 +144,12 @@ class Wire:
         else:
             bind = "tcp://127.0.0.1:0" if self.kind == "tcp" else f"ipc://{self._folder}/{next(ids)}"
             channel = ZmqListeningChannel(bind)
-        server = BlockServer(
-            channel,
-            sink,
-            idle_timeout_s=idle_timeout_s,
-            on_late_block=self._on_late_block,
-        )
+        server = BlockServer(channel, sink, on_late_block=self._on_late_block)
         self._closers.append(server.close)
         return server
 
-    def sender(
-        self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S, keepalive_interval_s: float = 2.0
-    ) -> BlockSender:
-        sender = BlockSender(
-            self._connecting(),
-            buffer_bytes=buffer_bytes,
-            timeout_s=timeout_s,
-            keepalive_interval_s=keepalive_interval_s,
-        )
+    def sender(self, *, buffer_bytes: int = 64 << 20, timeout_s: float = WAIT_S) -> BlockSender:
+        sender = BlockSender(self._connecting(), buffer_bytes=buffer_bytes, timeout_s=timeout_s)
         self._closers.append(sender.close)
         return sender
 

@@ -72,7 +72,8 @@ def test_references_equal_softmaxes_written_query_by_query() -> None:
 
 
 @pytest.mark.parametrize("max_logits", [1, 300, 5000, 10**6])
-def test_the_bound_on_logits_changes_nothing(max_logits: int) -> None:
+def test_the_bound_on_logits_changes_nothing(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.kernels.chunk_scores.MAX_LOGITS", max_logits)
     queries, keys = make(4, 61, 61)
     torch.testing.assert_close(
         chunk_scores_torch(queries, keys, 8, 0.25),
@@ -81,7 +82,7 @@ def test_the_bound_on_logits_changes_nothing(max_logits: int) -> None:
         rtol=1e-5,
     )
     torch.testing.assert_close(
-        shared_chunk_scores_torch(queries[:, :, :9], keys, 8, 0.25, max_logits),
+        shared_chunk_scores_torch(queries[:, :, :9], keys, 8, 0.25),
         shared_chunk_scores_reference(queries[:, :, :9], keys, 8, 0.25),
         atol=1e-5,
         rtol=1e-5,

@@ -37,14 +37,11 @@ def test_page_extremes_equal_the_reference_and_leave_other_pages_alone(length, p
 @given(length=st.integers(1, 9), appended=st.integers(1, 20), page_size=st.integers(1, 5))
 def test_extremes_after_appends_equal_recomputation(length, appended, page_size):
     capacity = length + appended
-    keys, values, page_max, page_min = make_cache(length, capacity, page_size)
-    rows = torch.randn(2, appended, 2, 12, generator=torch.Generator().manual_seed(1))
+    keys, _, page_max, page_min = make_cache(length, capacity, page_size)
+    rows = torch.randn(appended, 2, 12, generator=torch.Generator().manual_seed(1))
     for i in range(appended):
-        hsa.append_row(
-            keys, values, page_max, page_min, rows[0, i], rows[1, i], position=length + i, page_size=page_size
-        )
-    assert torch.equal(keys[:, length:], rows[0].transpose(0, 1))
-    assert torch.equal(values[:, length:], rows[1].transpose(0, 1))
+        keys[:, length + i] = rows[i]
+        hsa.update_page_extremes(page_max, page_min, rows[i], position=length + i, page_size=page_size)
     expected_max, expected_min = reference.page_extremes(keys, page_size=page_size)
     assert torch.equal(page_max, expected_max)
     assert torch.equal(page_min, expected_min)
@@ -109,8 +106,9 @@ def test_pages_that_lie_channel_by_channel_are_attended_as_those_that_lie_page_b
     generator = torch.Generator().manual_seed(3)
     for position in range(length, length + 7):
         key, value = torch.randn(2, 3, 12, generator=generator)
+        keys[:, position], values[:, position] = key, value
         for pages in ((page_max, page_min), lying):
-            hsa.append_row(keys, values, *pages, key, value, position=position, page_size=page_size)
+            hsa.update_page_extremes(*pages, key, position=position, page_size=page_size)
         queries = torch.randn(3, 4, 12, generator=generator)
         expected = hsa.attend(queries, keys, values, page_max, page_min, length=position + 1, **sizes)
         output = hsa.attend(queries, keys, values, *lying, length=position + 1, **sizes)
@@ -210,9 +208,3 @@ def test_attend_refuses_sizes_out_of_range(change):
     sizes = {"length": 16, "page_size": 3, "num_channels": 4, "num_tokens": 4, "scaling": 1.0} | change
     with pytest.raises(ValueError, match=r"must be"):
         hsa.attend(torch.zeros(2, 1, 12), *cache, **sizes)
-
-
-def test_append_refuses_a_row_beyond_the_cache():
-    cache = make_cache(16, 16, 3)
-    with pytest.raises(ValueError, match=r"length is 17; it must be 1 to 16"):
-        hsa.append_row(*cache, torch.zeros(2, 12), torch.zeros(2, 12), position=16, page_size=3)

@@ -17,7 +17,7 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import CachedRows, NewTokens
 from kvferry.kernels.dense_decode.batch import DenseBatch
 from kvferry.kernels.native import library as native
-from kvferry.kernels.quarantine import quarantined, release_all
+from kvferry.kernels.quarantine import quarantined, state
 
 OTHER_UID = 54_321
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason="this machine has no C compiler")
@@ -101,28 +101,28 @@ def test_folders_that_are_made_are_for_this_user_alone(home: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("file", "right", "wrong", "computed"),
+    ("file", "right", "wrong", "op"),
     [
-        ("attention.h", "sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling", "attention"),
+        ("attention.h", "sum(sums[r][g]) * scaling", "sum(sums[r][g]) * 1.01f * scaling", "dense_decode"),
         pytest.param(
             "packed.c",
             "(load(to) + lowest[g])",
             "(load(to) + 1.01f * lowest[g])",
-            "attention to packed rows",
+            "trizone",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "sparse.c",
             "chosen = its.chosen",
             "chosen = its.taken",
-            "sparse attention",
+            "hsa",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "packed_sparse.c",
             "all->value_minima[",
             "all->value_scales[",
-            "sparse attention to packed rows",
+            "packed_hsa",
             marks=pytest.mark.full,
         ),
     ],
@@ -134,14 +134,14 @@ def test_code_that_does_not_agree_with_torch_is_refused(
     file: str,
     right: str,
     wrong: str,
-    computed: str,
+    op: str,
 ) -> None:
     folder = Path(shutil.copytree(native.FOLDER, tmp_path / "wrong"))
     code = (folder / file).read_text(encoding="utf-8")
     assert code.count(right) == 1
     (folder / file).write_text(code.replace(right, wrong))
     monkeypatch.setattr(native, "FOLDER", folder)
-    with pytest.raises(native.NativeUnavailable, match=rf"{computed} with an error of .* relative to torch"):
+    with pytest.raises(native.NativeUnavailable, match=rf"computes {op}, .* with an error of .* relative"):
         native.load(native._compiled())
 
 
@@ -229,7 +229,7 @@ def test_rows_outside_of_the_arena_are_an_error_and_torch_goes_on() -> None:
         assert not batch.is_launched
         assert dispatch.planned_path("dense_decode", torch.device("cpu")) == "torch"
     finally:
-        release_all()
+        state.by_op = {}
     expected = expected_batch.attend_slots(0, step, errors={})
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 

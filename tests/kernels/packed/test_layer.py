@@ -8,7 +8,7 @@ from kvtest.packed import unpack_layer
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.check import check_packed_layer
+from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.layout import packed_layout
 from kvferry.kernels.packed.packing import pack_layer
@@ -20,12 +20,12 @@ WIDTHS = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8)
 
 @pytest.fixture(params=["torch", "triton"])
 def check(request):
-    """`check_packed_layer` on the torch path, then with its kernel in the interpreter."""
+    """The check on the torch path, then with its kernel in the interpreter."""
 
     def run(packed, num_tokens):
         dispatch.configure(request.param, torch.device("cpu"))
         try:
-            check_packed_layer(packed, num_tokens)
+            begin_packed_check(packed, num_tokens)()
         finally:
             dispatch.configure("auto", torch.device("cpu"))
 
@@ -70,7 +70,7 @@ def expected_head(keys, values, key_bits, value_bits):
 def test_what_is_unpacked_is_what_the_bits_keep(num_tokens, head_dim, seed, dtype):
     keys, values, key_bits, value_bits = make_layer(2, num_tokens, head_dim, seed, dtype)
     packed = pack_layer(keys, values, key_bits, value_bits)
-    check_packed_layer(packed, num_tokens)
+    begin_packed_check(packed, num_tokens)()
     for h, (kept_keys, kept_values, positions) in enumerate(unpack_layer(packed)):
         widths = value_bits[h][positions]
         assert sorted(positions.tolist()) == (value_bits[h] > 0).nonzero()[:, 0].tolist()
@@ -136,7 +136,7 @@ def test_positions_take_two_bytes_as_long_as_these_suffice(num_tokens, dtype):
     packed = pack_layer(keys, keys, torch.full((1, 2), 4, dtype=torch.uint8), value_bits)
     assert packed.heads[0].positions.dtype == dtype
     assert unpack_layer(packed)[0][2].tolist() == [0, 40000, num_tokens - 1]
-    check_packed_layer(packed, num_tokens)
+    begin_packed_check(packed, num_tokens)()
 
 
 def test_scales_and_minima_take_two_bytes():

@@ -19,16 +19,16 @@ from kvferry.baselines.think import Think
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.services.decode.receiver import CacheWriter
 from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache
 from kvferry.shared.compression.formats.rows import RowsCache, WireRows
 from kvferry.shared.compression.formats.state import StateLayer
 from kvferry.shared.compression.formats.stored import StoredCache
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, StateSpec
 from kvferry.shared.wire.frames import TransferCursor
@@ -136,13 +136,14 @@ class Transfer:
     def block(self, layer, tensor, data, start, end, *, tensor_bytes=None):
         sizes = [its.nbytes for its in self.layers[layer].values()]
         tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
-        position = {"key": KEY, "sequence": self.cursor.sequence, "layer": layer}
+        position = {"key": KEY, "layer": layer}
         in_layer = {
+            "sequence": self.cursor.sequence,
             "total_bytes": sum(sizes) - sum(sizes[tensor : tensor + 1]) + tensor_bytes,
             "offset": sum(sizes[:tensor]) + start,
         }
         self.cursor.pass_block(FrameHeader(type=MessageType.BLOCK, **position, **in_layer), end - start)
-        block = BlockHeader(**position, tensor=tensor, tensor_bytes=tensor_bytes, offset=start)
+        block = BlockHeader(**position, tensor=tensor, offset=start)
         self.writer.write(block, memoryview(data)[start:end])
 
     def messages(self, cuts=()):

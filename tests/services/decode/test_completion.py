@@ -150,6 +150,23 @@ async def test_tokens_of_steps_that_are_shorter_than_their_way_are_delivered_tog
     assert sizes == deliveries
 
 
+async def test_a_first_token_that_fails_ends_its_own_request_alone(harness, request_of, monkeypatch):
+    made = await harness()
+    expected = await made.tokens(request_of(max_tokens=6))
+    take = sequence.Sequence.take
+
+    def fail_one(its, token):
+        if its.request.request_id == "fails":
+            raise RuntimeError("a planted fault")
+        return take(its, token)
+
+    monkeypatch.setattr(sequence.Sequence, "take", fail_one)
+    with pytest.raises(KvferryError, match="decoding the sequence failed: a planted fault"):
+        await made.tokens(request_of(request_id="fails", max_tokens=6))
+    assert await made.tokens(request_of(max_tokens=6)) == expected
+    assert await made.arena_is_free()
+
+
 async def test_tokens_that_wait_to_be_delivered_come_before_the_error_that_follows_them(
     harness, request_of, monkeypatch
 ):

@@ -48,9 +48,7 @@ class Receiver:
         for index, tensor in enumerate(tensors.values()):
             data = to_bytes(tensor)
             for offset in range(0, len(data), size):
-                header = BlockHeader(
-                    key=KEY, sequence=0, layer=0, tensor=index, tensor_bytes=len(data), offset=offset
-                )
+                header = BlockHeader(key=KEY, layer=0, tensor=index, offset=offset)
                 yield header, memoryview(data[offset : offset + size])
 
     def receive(self, tensors, size=1 << 12):

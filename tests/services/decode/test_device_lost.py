@@ -8,7 +8,7 @@ from kvtest.decode import SmallModel
 
 from kvferry.services.decode import engine
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
-from kvferry.shared.process.device_loss import EXIT_LOST
+from kvferry.shared.process.serving import EXIT_LOST
 
 
 def breaking(made, error):
@@ -50,8 +50,8 @@ async def test_another_failure_of_a_step_ends_no_worker(harness, request_of):
 
 def test_the_process_ends_with_a_code_of_its_own():
     script = (
-        "import time; from kvferry.shared.process import device_loss; device_loss.GRACE_S = 0.1;"
-        "device_loss.end_process(RuntimeError('CUDA error')); time.sleep(60)"
+        "import time; from kvferry.shared.process import serving; serving.LOSS_GRACE_S = 0.1;"
+        "serving.end_process(RuntimeError('CUDA error')); time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], timeout=100, check=False, capture_output=True)
     assert done.returncode == EXIT_LOST

@@ -126,18 +126,18 @@ async def test_a_lease_that_is_renewed_goes_on_and_ends_once_nobody_renews_it(ha
     made = await harness(lease_s=2.0, clock=clock, sweep_interval_s=600.0)
     request = request_of()
     stream, ticket = await ticket_of(made.service, request)
-    reservations, count = made.service._reservations, made.metrics.leases_expired.inc
+    reservations = made.service._reservations
     for _ in range(4):
         clock.turn(1.5)
-        reservations.expire(clock(), count)  # as the sweeper does
+        reservations.expire()  # as the sweeper does
         await made.service.status(timeout_s=1)
     calling_router.set("another")
     await made.service.status(timeout_s=1)
     clock.turn(1.9)
-    reservations.expire(clock(), count)
+    reservations.expire()
     assert made.value("leases_expired_total") == 0
     clock.turn(0.1)
-    reservations.expire(clock(), count)
+    reservations.expire()
     with pytest.raises(LeaseExpired, match="still reserved when its lease ended"):
         await anext(stream)
     assert await made.arena_is_free()
@@ -165,8 +165,8 @@ async def test_a_running_sequence_outlives_its_lease(harness, request_of):
     made = await harness(lease_s=2.0, clock=clock)
     expire = made.service._reservations.expire
 
-    def counted(*args):
-        expire(*args)
+    def counted():
+        expire()
         sweeps.release()
 
     def outlive(token_ids):

@@ -230,7 +230,7 @@ async def test_with_certs_every_rank_takes_blocks_of_prefill_and_of_nobody_else(
     )
     options = {"rank_transport": RankTransport.of(settings, "decode")}
     async with contextlib.AsyncExitStack() as stack:
-        hub = ProcessTransport(settings, Certs(ours, "decode"))
+        hub = ProcessTransport(settings, "decode")
         made = await stack.enter_async_context(started(several, one, hub=hub, **options))
         stream = made.service.generate(request, timeout_s=60)
         ticket = (await anext(stream)).ticket

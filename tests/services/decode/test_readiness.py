@@ -67,7 +67,7 @@ async def test_a_wedged_engine_gives_up_its_requests_and_frees_them_when_it_goes
     running = asyncio.create_task(made.tokens(request_of()))
     await asyncio.to_thread(stuck.wait, 60)
     clock.turn(heartbeat.FRESH_S)
-    await eventually(lambda: made.service._engine.heartbeat.mark is not None)
+    await eventually(lambda: made.service._engine.heartbeat._mark is not None)
     assert made.service.is_ready
     while not running.done():
         clock.turn(heartbeat.STALL_S)

@@ -11,8 +11,7 @@ import torch
 from kvtest.decode import MIXED, oracle_ids
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.shared.compression.attention.interface import AttentionKind
-from kvferry.shared.compression.attention.kinds import ATTENTIONS
+from kvferry.shared.compression.attention import ATTENTIONS, AttentionKind
 from kvferry.shared.compression.plan import Part
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.server import serve_control

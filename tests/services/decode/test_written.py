@@ -12,11 +12,10 @@ import pytest
 import torch
 from kvtest.decode import PromptCache, SmallModel
 
-from kvferry.services.decode import engine, memory, parts, service
+from kvferry.services.decode import engine, memory, sequence
 from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.decode.memory import GROWTH_TOKENS
-from kvferry.services.decode.sequence import written_so_far
-from kvferry.services.decode.step import StepDevice
+from kvferry.services.decode.step import StepDevice, written_so_far
 from kvferry.shared.control.messages import SharedStart
 
 
@@ -35,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Following:
     """Marks are (who wrote, the mark's number)."""
     device, numbers = Following(), itertools.count()
     monkeypatch.setattr(engine, "step_device", lambda _: device)
-    for writer in (parts, memory, service):
+    for writer in (memory, sequence):
         name = writer.__name__.rpartition(".")[2]
         monkeypatch.setattr(writer, "written_so_far", lambda _, name=name: (name, next(numbers)))
     return device
@@ -46,11 +45,11 @@ async def test_a_sequence_joins_behind_its_blocks_and_again_behind_a_move(
 ) -> None:
     made = await harness()
     assert len(await made.tokens(request_of(max_tokens=8))) == 8
-    assert device.followed == [("parts", 0)]
+    assert device.followed == [("sequence", 0)]
     max_tokens = GROWTH_TOKENS + 20
     assert len(await made.tokens(request_of(max_tokens=max_tokens, ignore_eos=True))) == max_tokens
     (_, blocks), *moves = device.followed[1:]
-    assert device.followed[1:] == [("parts", blocks), *(("memory", its) for _, its in moves)]
+    assert device.followed[1:] == [("sequence", blocks), *(("memory", its) for _, its in moves)]
     assert moves, "its answer outgrew its room"
     assert moves == sorted(moves)
 
@@ -69,8 +68,8 @@ async def test_a_sibling_joins_behind_the_copy_of_its_prompt(
         sibling = dataclasses.replace(first, request_id="sibling", num_siblings=0, shares=start)
         events = [event async for event in made.service.generate(sibling, timeout_s=30)]
     assert events
-    assert "service" in {who for who, _ in device.followed}
-    assert "parts" in {who for who, _ in device.followed}
+    assert {who for who, _ in device.followed} == {"sequence"}
+    assert len(set(device.followed)) == 2, "the first joins behind its blocks, its sibling behind the copy"
 
 
 class Waiting:

@@ -9,10 +9,10 @@ import pytest
 
 STUBBORN = """
 import signal, sys, time
-from kvferry.services.launcher import child
-child.GRACE_S = 0.2
+from kvferry.services.launcher import process
+process.GRACE_S = 0.2
 signal.signal(signal.SIGTERM, signal.{disposition})
-child.watch_parent(sys.stdin.fileno())
+process.watch_parent(sys.stdin.fileno())
 print("up", flush=True)
 time.sleep(60)
 """
@@ -40,7 +40,7 @@ def test_the_end_of_the_pipe_terminates_the_process_even_a_stubborn_one(disposit
 RUN = """
 import sys
 from multiprocessing import Pipe
-from kvferry.services.launcher.child import run_service
+from kvferry.services.launcher.process import run_service
 ours, theirs = Pipe(duplex=False)  # both ends are held here: the end of one would end the service
 run_service(sys.argv[1:], {}, ours)
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.services.launcher import cli
-from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, KNOWN_CONFIGS, ServeConfig
+from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ServeConfig
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +154,7 @@ def test_serve_has_every_option_of_the_services_or_sets_it_itself() -> None:
     assert ServeConfig.model_fields.keys() >= HIDDEN_FROM_SERVE
 
 
-@pytest.mark.parametrize("config", KNOWN_CONFIGS)
+@pytest.mark.parametrize("config", cli.command_line.known)
 def test_every_option_is_described_and_has_a_default(config: type[ServeConfig]) -> None:
     for name, field in config.model_fields.items():
         assert field.description, name

@@ -46,7 +46,11 @@ def test_services_are_forked_where_no_gpu_is_used(
 
 def test_what_services_share_starts_no_thread_and_looks_for_no_device() -> None:
     script = (
-        "import os, sys, kvferry.services.launcher.shared_imports, torch, grpc\n"
+        "import importlib, os, sys\n"
+        "from kvferry.services.launcher.process import SHARED_IMPORTS, process_context\n"
+        "process_context('cpu')\n"
+        "list(map(importlib.import_module, SHARED_IMPORTS))\n"
+        "import torch, grpc\n"
         "assert not sys.platform.startswith('linux') or os.listdir('/proc/self/task') == [str(os.getpid())]\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert {'transformers', 'zmq', 'uvicorn'} <= sys.modules.keys()\n"

@@ -236,7 +236,7 @@ async def test_a_full_queue_refuses_with_a_reason(harness: Harness) -> None:
     with pytest.raises(CapacityExceeded) as caught:
         await harness.run(harness.request(make_prompt(20)))
     assert caught.value.reason == "queue_full"
-    assert caught.value.retry_after_s == 1.0, "the one start that there was took less than a second"
+    assert caught.value.retry_after_s == 1.0, "the least, because no pass has been timed yet"
     harness.model.hold.set()
     await asyncio.gather(running, *waiting)
 

@@ -16,7 +16,7 @@ from kvferry.shared.errors import TransferFailed
 from kvferry.shared.history import rows_ahead
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.process.heartbeat import Heartbeat
-from kvferry.shared.wire.sender import OutgoingTransfer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness

@@ -23,7 +23,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.server import build_store
 from kvferry.services.prefill.service import PrefillService
-from kvferry.shared.compression.kept import KeptMap
+from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import CommitTurnRequest, PrefillRequest, SessionKey
@@ -34,10 +34,11 @@ from kvferry.shared.process.worker import ProcessTransport
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.channel import ListeningChannel, Received, SendResult
-from kvferry.shared.wire.frames import part_key, peek_key
+from kvferry.shared.wire.frames import peek_key
 from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.messages import TransferKey
-from kvferry.shared.wire.receiver import BlockServer
+from kvferry.shared.wire.receiver import BlockServer, part_key
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.shared_memory import SharedMemoryListeningChannel
 from kvferry.shared.wire.zmq import ZmqListeningChannel
 from kvferry.tools.certs import make_certs
@@ -97,13 +98,13 @@ async def started(
         **{"tensor_parallel": 2, "transfer_timeout_s": 20.0, "history_bytes": 1 << 24} | options
     )
     metrics, model = PrefillMetrics(), ControlledModel(several)
-    transport = ProcessTransport(config, Certs(config.certs, "prefill") if config.certs else None)
+    transport = ProcessTransport(config, "prefill")
     ranks = [Decode(keys) for _ in range(num_ranks)]
     store = build_store(config, spec=several.spec, metrics=metrics)
-    sender = transport.sender(
+    sender = BlockSender(
+        transport.connecting(lambda name: metrics.block_connections.labels(name).inc()),
         buffer_bytes=1 << 24,
         timeout_s=config.transfer_timeout_s,
-        on_connected=lambda name: metrics.block_connections.labels(name).inc(),
     )
     service = PrefillService(
         model=model,
@@ -181,15 +182,15 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
         assert done.bytes_by_kind["rows"] == several.spec.full_bytes(len(PROMPT))
 
 
-async def test_the_map_of_kept_rows_is_of_all_heads(several: ParallelModel) -> None:
+async def test_the_picture_of_kept_rows_is_of_all_heads(several: ParallelModel) -> None:
     async with started(several) as made:
         request = made.to_ranks(plan=SNAPKV, retained_bins=10)
         first, _ = await made.run(request)
-        expected = KeptMap(num_tokens=len(PROMPT), num_bins=10)
+        positions = {}
         for layer in range(several.spec.num_layers):
             index = [made.ranks[head].sink.rows(key_of(request, head), layer, "index") for head in (0, 1)]
-            expected.add(layer, [its[0] for its in index])
-    assert first.retained_fractions == expected.fractions()
+            positions[layer] = [head[0].numpy() for head in index]
+    assert first.retained_fractions == kept_fractions(positions, num_tokens=len(PROMPT), num_bins=10)
 
 
 async def test_a_prompt_that_is_run_again_ships_every_layer_once_in_every_rank(

@@ -118,6 +118,17 @@ def test_an_owner_that_comes_back_goes_to_the_end_of_the_round() -> None:
     assert drain(schedule) == ["b", "a"]
 
 
+def test_what_is_left_is_of_all_that_are_in_mid_pass() -> None:
+    assert schedule_of(Job("a", 8.0), timed=False).left_s == 0
+    schedule = schedule_of(Job("a", 8.0))
+    assert schedule.left_s == 0
+    schedule.start_next(1.0).fraction = 0.25
+    schedule.push(Job("a", 2.0))
+    assert schedule.left_s == 6
+    schedule.overtake(3.0)
+    assert schedule.left_s == 8
+
+
 def test_a_withdrawn_job_is_skipped_and_leaves_no_owner_behind() -> None:
     a, b = Job("a", 1.0), Job("b", 1.0)
     schedule = schedule_of(a, b)

@@ -29,6 +29,7 @@ from kvferry.shared.control.server import serve_control
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, LeaseExpired, ProtocolMismatch, SessionNotFound
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
+from kvferry.shared.wire.sender import BlockSender
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -72,7 +73,7 @@ class Returner:
             lease_s=10,
             reserved_bytes=0,
         )
-        sender = self._harness.hub.sender(buffer_bytes=1 << 24, timeout_s=10)
+        sender = BlockSender(self._harness.hub.connecting(), buffer_bytes=1 << 24, timeout_s=10)
         try:
             transfer = sender.open(ticket, manifest, timeout_s=10)
             for layer, (keys, values) in enumerate(rows):

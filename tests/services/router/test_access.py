@@ -14,7 +14,7 @@ import structlog
 from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
-from kvferry.services.router.http import key_counts
+from kvferry.services.router.http import access
 from kvferry.services.router.http.access import KeyFile, new_key
 from kvferry.shared.errors import ConfigurationError
 
@@ -224,7 +224,7 @@ def test_a_new_key_fits_its_entry() -> None:
 async def test_routers_of_one_redis_count_together_and_alone_without_it(
     start_stack: Any, redis_server: Any, write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_counts, "_REDIS_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(access, "_REDIS_TIMEOUT_S", 60.0)
     path = write(entry("a", "a", requests_per_minute=3))
     one, other = [await start_stack(api_keys_file=path, history_redis=redis_server.url) for _ in range(2)]
     assert [(await post(its, "a")).status_code for its in (one, other, one, other)] == [200, 200, 200, 429]

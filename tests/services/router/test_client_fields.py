@@ -17,7 +17,7 @@ from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params, response_input_param
 from openai.types.shared_params.reasoning import Reasoning as OpenAiReasoning
 
-from kvferry.services.router.completion import messages, requests, responses, structured, tools
+from kvferry.services.router.completion import messages, requests, responses, structured, texts, tools
 from kvferry.services.router.http.body import ClientModel
 
 _CACHED = "prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier user"
@@ -29,8 +29,8 @@ _OF_MESSAGES = f"diagnostics inference_geo metadata service_tier {_OF_PROMPTS}"
 CASES: list[tuple[type[ClientModel], Any, str]] = [
     (requests.ChatRequest, completion_create_params.CompletionCreateParamsNonStreaming, _OF_CHATS),
     (requests.ChatRequest, completion_create_params.CompletionCreateParamsStreaming, _OF_CHATS),
-    (requests.TextRequest, text_params.CompletionCreateParamsNonStreaming, "user"),
-    (requests.TextRequest, text_params.CompletionCreateParamsStreaming, "user"),
+    (texts.TextRequest, text_params.CompletionCreateParamsNonStreaming, "user"),
+    (texts.TextRequest, text_params.CompletionCreateParamsStreaming, "user"),
     *((requests.Message, its, "") for its in typing.get_args(openai_chat.ChatCompletionMessageParam)),
     (requests.ContentPart, openai_chat.ChatCompletionContentPartTextParam, "prompt_cache_breakpoint"),
     (requests.ContentPart, openai_chat.ChatCompletionContentPartRefusalParam, ""),
@@ -91,7 +91,7 @@ CASES: list[tuple[type[ClientModel], Any, str]] = [
     (messages.ToolUseBlock, anthropic_types.ToolUseBlockParam, "cache_control caller toolset_name"),
     (messages.ToolResultBlock, anthropic_types.ToolResultBlockParam, "cache_control is_error toolset_name"),
     (messages.ThinkingBlock, anthropic_types.ThinkingBlockParam, ""),
-    (messages.LeftOutBlock, anthropic_types.RedactedThinkingBlockParam, "data"),
+    (tools.LeftOut, anthropic_types.RedactedThinkingBlockParam, "data"),
 ]
 
 
@@ -99,7 +99,8 @@ CASES: list[tuple[type[ClientModel], Any, str]] = [
 def test_every_field_of_the_installed_clients(model: type[ClientModel], theirs: Any, ignored: str) -> None:
     """A name that is new here is new in the client: take it, refuse it by name (`refused_fields.py`) if it
     would change the answer, or note here that it is ignored."""
-    known = {field.alias or name for name, field in model.model_fields.items()} | model.echoed
+    taken = {field.alias or name for name, field in model.model_fields.items()}
+    known = taken | model.echoed | model.refused.keys()
     members = typing.get_args(theirs) or (theirs,)
     fields = {name for its in members for name in typing.get_type_hints(its)}
     assert fields - known == set(ignored.split())

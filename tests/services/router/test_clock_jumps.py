@@ -69,7 +69,7 @@ async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(
     assert asked == [its.prompt_token_ids for its in alone.prefill[0].requests]
     assert (await stack.http.get("/ready")).status_code == 200
     assert stack.metric("recoveries_total", role="prefill") == 0
-    assert stack.metric("session_store_events_total", event="conflict") == 0
+    assert stack.metric("session_store_events_total", event="not_stored") == 0
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])

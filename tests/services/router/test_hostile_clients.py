@@ -24,7 +24,6 @@ from kvtest.waiting import eventually
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from kvferry.services.router.completion.inputs import PromptBuilder
 from kvferry.services.router.completion.requests import ChatRequest
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http import body as body_module
@@ -200,7 +199,7 @@ async def test_what_takes_long_of_a_large_body_runs_in_a_thread(
     watch(body_module, "check_size")
     watch(body_module, "_parse")
     watch(ChatRequest, "model_validate")
-    watch(PromptBuilder, "encode")
+    watch(ChatTokenizer, "encode")
     watch(msgspec.json, "encode")
     model = {} if path == "/v1/documents" else {"model": "demo"}
     response = await stack.http.post(path, json={**model, **fields})

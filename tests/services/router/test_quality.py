@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.shared.compression.calibration import Calibration
-from kvferry.shared.compression.curves import ModelCurves, QualityCurve
+from kvferry.shared.compression.curves import Calibration, ModelCurves, QualityCurve
 from kvferry.tools.evaluation.fitting import save_curves
 
 METHODS = ("snapkv", "rocketkv", "rdkv")
@@ -113,53 +111,3 @@ async def test_another_models_curves_are_not_used(
     reply = await stack.http.post("/v1/completions", json=body(HARD, method="snapkv", quality=0.9))
     assert reply.status_code == 400
     assert "(calibrated: none)" in reply.json()["error"]["message"]
-
-
-def write_machine(folder: Path, model: str = "demo") -> str:
-    """A machine on which snapkv costs 10 ms a prompt and a byte 100 ns; rdkv is never worth it."""
-    per_byte_s = 1e-7
-
-    def times(compress_s: float) -> dict[str, list[float]]:
-        return {"compress": [compress_s, 0], "handover": [0, per_byte_s], "step": [0.001, 0, per_byte_s]}
-
-    machine = {
-        "name": "made", "memory_bytes": 1 << 34, "model": model, "dtype": "float32", "prefill": [0.01, 0, 0],
-        "methods": {"full": times(0.0), "snapkv": times(0.01), "rdkv": times(100.0)},
-    }  # fmt: skip
-    file = folder / "machine.json"
-    file.write_text(json.dumps({"machine": machine}))
-    return str(file)
-
-
-async def test_auto_takes_the_method_with_the_least_predicted_time_and_says_so(
-    start_stack: Callable[..., Awaitable[Any]], tmp_path: Path
-) -> None:
-    stack = await start_stack(calibration=str(write_curves(tmp_path)), machine=write_machine(tmp_path))
-    chosen = []
-    for prompt in ("the red castle .", EASY):
-        reply = await stack.http.post("/v1/completions", json=body(prompt, method="auto", quality=0.9))
-        assert reply.status_code == 200, reply.text
-        kv = reply.json()["kv"]
-        asked = [stack.prefill[0].requests[-1].ticket.plan.plan, stack.decode[0].requests[-1].plan]
-        assert {plan.method for plan in asked} == {kv["method"]}
-        assert f"method {kv['method']} has the least predicted time" in kv["reason"]
-        assert "with rdkv" in kv["reason"]
-        chosen.append(kv["method"])
-    assert chosen == ["full", "snapkv"]
-
-
-async def test_auto_is_refused_where_it_cannot_choose(
-    start_stack: Callable[..., Awaitable[Any]], tmp_path: Path
-) -> None:
-    curves = str(write_curves(tmp_path))
-    for options, compression, problem in (
-        ({}, {"quality": 0.9}, "the server has no --machine"),
-        ({"machine": write_machine(tmp_path)}, {}, "the request has no quality"),
-        ({"machine": write_machine(tmp_path, "other")}, {"quality": 0.9}, "the model 'other'"),
-    ):
-        stack = await start_stack(calibration=curves, **options)
-        reply = await stack.http.post("/v1/completions", json=body(EASY, method="auto", **compression))
-        assert reply.status_code == 400
-        error = reply.json()["error"]
-        assert error["param"] == "kv_compression.method"
-        assert problem in error["message"]

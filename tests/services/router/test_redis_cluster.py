@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 from kvtest.redis_cluster import NODE_TIMEOUT_MS, RedisCluster
-from kvtest.scripted_workers import Announced
 
-from kvferry.services.router.http import key_counts
+from kvferry.services.router.http import access
 from kvferry.services.router.http.access import KeyFile, KeyLimits
 from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.services.router.sessions.redis_records import RedisRecords
@@ -63,7 +62,6 @@ class Router:
             records,
             lease_s=30.0,
             on_event=self.events.append,
-            workers=Announced(),
             ttl_s=600.0,
             document_ttl_s=600.0,
             wait_s=30.0,
@@ -167,7 +165,7 @@ async def test_a_commit_that_no_replica_confirms_is_counted_and_does_not_wait_lo
 async def test_routers_count_a_key_together(
     cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_counts, "_REDIS_TIMEOUT_S", 60.0)  # a router that has waited counts alone
+    monkeypatch.setattr(access, "_REDIS_TIMEOUT_S", 60.0)  # a router that has waited counts alone
     owner = hashlib.sha256(b"k").hexdigest()
     path = tmp_path / "keys.toml"
     path.write_text(f'[[key]]\nname = "k"\nhash = "sha256:{owner}"\nrequests_per_minute = 4\n')

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from kvferry.services.router.completion.compression import PlanChooser
 from kvferry.services.router.completion.engine_fields import KvCompression
-from kvferry.services.router.completion.inputs import PlanChooser
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.shared.errors import ConfigurationError, KvferryError
 from kvferry.shared.model.spec import LayerSpec, ModelSpec
@@ -71,8 +71,6 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
         {"allowed_methods": "full,magic", "default_method": "full"},
         {"allowed_methods": "full"},
         {"default_method": "full", "default_token_budget": 5},
-        {"machine": "H100-SXM"},
-        {"machine": "nowhere.json"},
     ],
 )
 def test_methods_that_cannot_be_are_refused_at_start(options: dict[str, object]) -> None:
@@ -113,5 +111,5 @@ def test_a_default_that_does_not_go_with_the_model_is_replaced(
 def test_a_method_that_a_request_names_is_not_replaced() -> None:
     model = replace(SPEC, layers=(LayerSpec(has_plain_softmax=False),) * 2)
     wanted = KvCompression(method="rdkv", token_budget=9)
-    chosen = PlanChooser(RouterConfig()).choose(wanted, (1, 2), model, answer_tokens=1)
+    chosen = PlanChooser(RouterConfig()).choose(wanted, (1, 2), model)
     assert asyncio.run(chosen).plan.method == "rdkv"  # and decode refuses it by name

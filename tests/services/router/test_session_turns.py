@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from kvtest.router import scripted_token
 from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
+from kvferry.services.router.turn.worker_pool import served_model
 from kvferry.shared.errors import HistoryMiss, TransferFailed
 
 FIRST = {"role": "user", "content": "the red castle ."}
@@ -120,6 +122,42 @@ async def test_stream_and_plain_turns_mix(stack: Any) -> None:
     assert chunks[-1].kv["reused_tokens"] == 0
     second = await say(stack, SECOND)
     assert second.kv["reused_tokens"] == len(prompts(stack)[0]) + 3
+
+
+async def serve_another_model(stack: Any) -> None:
+    stack.script.spec = replace(stack.script.spec, fingerprint="0badf00d")
+    pools = stack.services.runner.prefill, stack.services.runner.decode
+    await eventually(lambda: (model := served_model(*pools)) is not None and model == stack.script.spec)
+
+
+async def test_a_session_whose_model_has_changed_is_rendered_again_from_its_messages(stack: Any) -> None:
+    first = await say(stack, FIRST)
+    await serve_another_model(stack)
+    await say(stack, SECOND, session_mode="append")
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    await say(stack, FIRST, answer, SECOND, session_id="another")
+    await say(stack, SECOND, session_mode="append")
+    _, continued, whole, third = stack.prefill[0].requests
+    assert continued.prompt_token_ids == whole.prompt_token_ids
+    assert [continued.has_history, third.has_history] == [False, True]
+    assert third.prompt_token_ids[: len(continued.prompt_token_ids)] == continued.prompt_token_ids
+    await turns(stack, 3)
+
+
+async def test_a_text_whose_model_has_changed_is_tokenized_again(stack: Any, tokenizer: Any) -> None:
+    texts = ["the red castle ."]
+    for _ in range(2):
+        answer = await stack.client.completions.create(
+            model="demo",
+            prompt=texts[-1],
+            max_tokens=4,
+            extra_body={"session_id": "s", "session_mode": "append"},
+        )
+        texts += [answer.choices[0].text, " what is the pin ?"]
+        await serve_another_model(stack)
+    before = tuple(tokenizer.encode(texts[0] + texts[1]))
+    assert prompts(stack)[1][: len(before)] == before
+    assert len(prompts(stack)[1]) > len(before)
 
 
 async def test_second_request_waits_for_the_first(stack: Any) -> None:

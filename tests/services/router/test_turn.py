@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,10 +14,18 @@ from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wir
 from kvtest.waiting import eventually
 
 from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
-from kvferry.services.router.turn.turn import BackgroundTasks, Turn, TurnRunner
+from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.turn import Turn
 from kvferry.services.router.turn.worker_pool import NUM_NEAR, WorkerPool
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.control.messages import HistoryInfo, PrefixRequest, SessionKey
+from kvferry.shared.control.messages import (
+    GenerateRequest,
+    HistoryInfo,
+    PrefillPrompt,
+    PrefixRequest,
+    SessionKey,
+    TurnPrompt,
+)
 from kvferry.shared.errors import DeadlineExceeded, WorkerUnavailable
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.telemetry.metrics import RouterMetrics
@@ -131,10 +140,10 @@ async def test_a_cut_turn_yields_no_more_tokens_and_ends(workers: Workers) -> No
 
 
 async def test_a_turn_run_for_its_effects_ends_at_its_deadline(workers: Workers) -> None:
-    assert (await workers.runner.run(workers.request())).token_ids == expected(workers)
+    assert (await Turn(workers.runner, workers.request()).run()).token_ids == expected(workers)
     workers.script.may_prefill.clear()
     with pytest.raises(DeadlineExceeded):
-        await workers.runner.run(workers.request(time_s=0.1))
+        await Turn(workers.runner, workers.request(time_s=0.1)).run()
     assert workers.prefill.active == workers.decode.active == set()
 
 
@@ -144,10 +153,34 @@ async def test_workers_are_given_what_is_left_until_the_deadline(workers: Worker
             raise WorkerUnavailable("gone")
 
     workers.decode.faults = [lose]
-    await workers.runner.run(workers.request(time_s=20.0))
+    await Turn(workers.runner, workers.request(time_s=20.0)).run()
     for worker in (workers.prefill, workers.decode):
         first_s, again_s = worker.timeouts_s
         assert 0 < again_s < first_s <= 20.0
+
+
+async def test_both_workers_are_told_all_that_the_turn_has_of_its_prompt(workers: Workers) -> None:
+    request = workers.request(
+        owner="o",
+        document=SessionKey(owner="o", session_id="document/d"),
+        retained_bins=3,
+        has_history=True,
+        max_reused_tokens=1,
+        priority=2,
+    )
+    await Turn(workers.runner, request).run()
+    for worker, kind in ((workers.prefill, PrefillPrompt), (workers.decode, TurnPrompt)):
+        (told,) = worker.requests
+        names = [field.name for field in fields(kind)]
+        assert {name: getattr(told, name) for name in names} == {
+            name: getattr(request, name) for name in names
+        }
+        assert told.model_fingerprint == SPEC.fingerprint
+        assert told.request_id.startswith("r.")
+    (generate,) = workers.decode.requests
+    assert isinstance(generate, GenerateRequest)
+    assert generate.plan == request.plan
+    assert generate.store_history
 
 
 async def test_a_prompt_is_looked_for_at_a_few_workers_and_goes_to_one_of_them() -> None:

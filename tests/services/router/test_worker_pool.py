@@ -16,14 +16,8 @@ from kvtest.scripted_workers import Script, ScriptedDecode, Wire
 from kvtest.waiting import eventually
 
 from kvferry.services.router.turn import worker_pool
-from kvferry.services.router.turn.worker_pool import (
-    NUM_COMPARED,
-    NUM_NEAR,
-    WorkerPool,
-    resolve_address,
-    served_model,
-    shared_version,
-)
+from kvferry.services.router.turn.runner import served_model, shared_version
+from kvferry.services.router.turn.worker_pool import NUM_COMPARED, NUM_NEAR, WorkerPool, resolve_address
 from kvferry.shared.errors import ConfigurationError, DeadlineExceeded, WorkerUnavailable
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.compression import make_spec
+from kvtest.compression import make_sizing, make_spec
 
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.shared.cache.arena import ALIGNMENT_BYTES, sequence_layout
 from kvferry.shared.compression.formats import format_class, make_formats
 from kvferry.shared.compression.formats.evicting import Evicting
-from kvferry.shared.compression.formats.rdkv import Rdkv
-from kvferry.shared.compression.interface import Sizing
+from kvferry.shared.compression.formats.rdkv import PackedSegments
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -150,15 +149,7 @@ def test_a_packed_layer_has_room_for_its_bound_and_for_new_rows_only(
 ):
     spec = make_spec(num_kv_heads=num_kv_heads, head_dim=head_dim)
     plan = plan_for("rdkv")
-    sizing = Sizing(
-        layer=0,
-        rows=budget_tokens,
-        budget=budget_tokens,
-        packed_budget=budget_tokens,
-        num_prompt_tokens=60,
-        max_new_tokens=max_new_tokens,
-        head_dim=head_dim,
-    )
+    sizing = make_sizing(budget_tokens, num_tokens=60, head_dim=head_dim, max_new_tokens=max_new_tokens)
     packed = format_class(plan.representation).plan_layer(plan, sizing)
     resolved = dataclasses.replace(
         make_resolved([packed, LayerPlan(rows=60)], max_new_tokens=max_new_tokens), plan=plan
@@ -197,9 +188,9 @@ def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_
     )
     layout = layout_of(spec, resolved, returns_generated=returns)
     (layer,) = layout.layers
-    assert isinstance(layer.format, Rdkv)
-    growth, capacity = layer.format.rebudgeting, layer.regions["keys"].shape[1]
+    capacity = layer.regions["keys"].shape[1]
     num_segments = max(max_new_tokens - 2, 0) // segment
+    growth = layer.format.segments
     if growth is None:
         assert "segments" not in layer.regions
         bound = packed_bound(
@@ -208,6 +199,7 @@ def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_
         assert num_segments == 0 or bound >= 2 * segment * 16 * 2
         assert capacity == max_new_tokens - 1
         return
+    assert isinstance(growth, PackedSegments)
     assert capacity == segment
     assert growth.max_segments == num_segments >= 1
     assert layer.format.shape.returns_generated == returns
@@ -219,8 +211,7 @@ def test_generated_tokens_that_are_packed_have_room_for_one_segment_of_rows_and_
     appended = range(max_new_tokens)
     row = 2 * 2 * 16 * 4
     rows = [(n - 1) % segment + 1 if n else 0 for n in appended]
-    # of the segment's last queries, as many as its rows
-    queries = [last.size_bytes * min(n, 9) // 9 for n in rows]
+    queries = [last.size_bytes if n > segment - 9 else 0 for n in appended]
     used = [layer.format.used_bytes(n, 0) for n in appended]
     assert used == [n * row + beside for n, beside in zip(rows, queries, strict=True)]
 

@@ -10,10 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import (
-    Observation,
-    retention_for,
-)
+from kvferry.shared.compression.curves import Calibration, Observation
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.tools.evaluation.fitting import quality_curve
 
@@ -25,6 +22,10 @@ slopes = st.one_of(st.floats(-40, 40), st.floats(-1e-3, 1e-3), st.floats(-1e-7, 
 def curve(retention: float, slope: float) -> float:
     rho, b = torch.tensor([retention, slope], dtype=torch.float64)
     return float(quality_curve(rho, b))
+
+
+def retention_for(quality: float, slope: float) -> float:
+    return Calibration(alpha=0.0, beta=slope).retention(quality, nll=0.0)
 
 
 @pytest.mark.parametrize("slope", [-30.0, -3.0, -0.01, 0.01, 2.0, 30.0])

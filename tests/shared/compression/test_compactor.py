@@ -19,7 +19,7 @@ from kvferry.shared.compression.leverage import gaussian_sketch
 from kvferry.shared.compression.plan import Budget, CompressionPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.compression.scorers.compactor import CompactorScorer
+from kvferry.shared.compression.scorers import CompactorScorer
 from kvferry.shared.errors import InvalidRequest
 from kvferry.shared.model.loading import load_model
 from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from kvtest.compression import compress_layer, make_spec
 from torch import Tensor
 
+from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, LayerPlan, ResolvedPlan
 from kvferry.shared.compression.presets import method_names, plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.compression.whole_prompt import compress_prompt
 
 POOLINGS = [("snapkv", "avg", 9), ("snapkv", "avg", 7), ("rocketkv", "avg", 9), ("rocketkv", "max", 63)]
 """The presets' pooling, and the papers'."""

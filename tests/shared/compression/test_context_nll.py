@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import CHUNK_TOKENS, estimate_context_nll
+from kvferry.shared.compression.curves import CHUNK_TOKENS, estimate_context_nll
 
 
 def code_length(token_ids: list[int], vocab_size: int) -> float:

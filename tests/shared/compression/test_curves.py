@@ -11,8 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import Calibration, Observation, estimate_context_nll
-from kvferry.shared.compression.curves import CurveBook, ModelCurves, QualityCurve, load_curves
+from kvferry.shared.compression.curves import (
+    Calibration,
+    CurveBook,
+    ModelCurves,
+    Observation,
+    QualityCurve,
+    estimate_context_nll,
+    load_curves,
+)
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.evaluation.fitting import quality_curve, save_curves
 

@@ -20,8 +20,7 @@ from kvferry.shared.compression.interface import Ahead, LayerInputs
 from kvferry.shared.compression.plan import Budget, CompressionPlan, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.rdkv.allocation import allocate
-from kvferry.shared.compression.rdkv.compress import allocate_layer
-from kvferry.shared.compression.rdkv.weights import channel_weights, token_weights
+from kvferry.shared.compression.rdkv.compress import allocate_layer, channel_weights, token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import Cancelled
 from kvferry.shared.model.bridge import TransformersModel

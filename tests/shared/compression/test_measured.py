@@ -17,6 +17,7 @@ from kvtest.reference.scores import column_sums_reference
 from kvferry.shared.cache.arena import measured_limit_bytes, sequence_layout
 from kvferry.shared.compression.compress import (
     allocate_rows,
+    compress_prompt,
     least_rows,
     measure_layer,
     with_layer_rows,
@@ -35,7 +36,6 @@ from kvferry.shared.compression.plan import (
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import ALLOCATIONS, resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
-from kvferry.shared.compression.whole_prompt import compress_prompt
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
 W, D, HEADS, LAYERS = 32, 8, 2, 5

@@ -8,11 +8,10 @@ from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.interface import select_rows
-from kvferry.shared.compression.installed import installed_formats
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import LayerInputs, installed_parts
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for
-from kvferry.shared.compression.rdkv.weights import token_weights
+from kvferry.shared.compression.rdkv.compress import token_weights
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest
@@ -119,7 +118,7 @@ MAY_LACK = {"rdkv": {"with_attention": False, "draft_tokens": 0, "draft_kernel_s
 def test_releases_agree_on_what_plans_must_have_and_on_what_is_meant_where_they_lack_something() -> None:
     """A new part may be added to the first list, and a new parameter to the second. All else would keep
     workers and routers of two releases from running one plan together, or have them run two."""
-    formats = {**FORMATS, **installed_formats()}
+    formats = {**FORMATS, **installed_parts("representation")}
     may_lack = {name: dict(its.defaults) for name, its in formats.items() if its.defaults}
     assert may_lack == MAY_LACK
     must_have: dict[str, set[str]] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import make_spec
 
-from kvferry.shared.compression.attention.kinds import attentions, make_attention
+from kvferry.shared.compression.attention import attentions, make_attention
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import method_names, plan_for

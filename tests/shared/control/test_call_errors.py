@@ -14,6 +14,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from kvferry.shared import errors
+from kvferry.shared.control import client as client_module
 from kvferry.shared.control.client import GrpcDecodeClient, GrpcPrefillClient
 from kvferry.shared.control.codec import DECODE
 from kvferry.shared.control.messages import TicketIssued
@@ -117,16 +118,12 @@ async def test_an_error_of_a_unary_call_keeps_its_param(prefill_client: GrpcPref
     assert raised.value.param == "id"
 
 
-async def test_a_message_beyond_the_limit_is_too_large(decode: Any) -> None:
-    server = await serve_control(listen="127.0.0.1:0", decode=decode, max_message_bytes=1000)
-    client = GrpcDecodeClient(server.address, max_message_bytes=1000)
-    try:
-        request = kit.generate_request("r" * 2000)
-        with pytest.raises(PayloadTooLarge):
-            await kit.collect(client.generate(request, timeout_s=kit.WAIT_S))
-    finally:
-        await client.close()
-        await server.close(0.0)
+async def test_a_message_beyond_the_limit_is_too_large(
+    decode_client: GrpcDecodeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(PayloadTooLarge):
+        await kit.collect(decode_client.generate(kit.generate_request("r" * 2000), timeout_s=kit.WAIT_S))
 
 
 async def test_a_request_that_cannot_be_encoded_never_leaves(decode_client: GrpcDecodeClient) -> None:

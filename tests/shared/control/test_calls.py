@@ -21,8 +21,6 @@ from kvferry.shared.control.messages import (
     GenerateRequest,
     GenerationFinished,
     HistoryInfo,
-    PendingTurn,
-    PendingTurns,
     PrefixRequest,
     TicketIssued,
     TokenGenerated,
@@ -64,13 +62,7 @@ async def test_prefill_answers_every_call(prefill: Any, prefill_client: GrpcPref
     asked = PrefixRequest(owner="key", block_hashes=(-(2**63), 2**63 - 1))
     assert (await prefill_client.prefix_info(asked, timeout_s=kit.WAIT_S)).num_tokens == 64
     await prefill_client.abort_turn("r-9", timeout_s=kit.WAIT_S)
-    turn = PendingTurn(session=kit.SESSION, bases=("", "c-1"))
-    pending = PendingTurns(router="r-1", lease_s=30.0, turns=(turn,))
-    told = await prefill_client.announce_pending(pending, timeout_s=kit.WAIT_S)
-    assert told.overtaken == (kit.SESSION,)
-    assert (await prefill_client.pending_turn(kit.SESSION, timeout_s=kit.WAIT_S)).bases == ("", "c-1")
-    asked_for = [kit.PREFILL_REQUEST, commit, kit.SESSION, asked, "r-9", pending, kit.SESSION]
-    assert prefill.asked == asked_for
+    assert prefill.asked == [kit.PREFILL_REQUEST, commit, kit.SESSION, asked, "r-9"]
 
 
 async def test_many_calls_share_a_client(decode_client: GrpcDecodeClient) -> None:

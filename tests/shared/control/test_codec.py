@@ -75,6 +75,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 ANNOTATIONS: dict[str, Any] = {
+    "EventsRequest": str,
     "FinishRequest": str,
     "FinishResponse": type(None),
     "AbortTurnRequest": str,

@@ -13,11 +13,10 @@ import pytest
 from kvtest.waiting import eventually
 
 from kvferry.shared.control import codec
-from kvferry.shared.control import shared_events as shared_events_module
 from kvferry.shared.control.client import GrpcDecodeClient
+from kvferry.shared.control.event_streams import UNKNOWN_S
 from kvferry.shared.control.messages import (
     EventsOfCalls,
-    EventsRequest,
     GenerateEvent,
     GenerateRequest,
     GenerationFinished,
@@ -94,8 +93,8 @@ class Counting(GrpcDecodeClient):
 
     num_messages = num_events = 0
 
-    async def _shared_events(self, request: EventsRequest) -> AsyncGenerator[EventsOfCalls, None]:
-        async with aclosing(super()._shared_events(request)) as messages:
+    async def _shared_events(self, stream_id: str) -> AsyncGenerator[EventsOfCalls, None]:
+        async with aclosing(super()._shared_events(stream_id)) as messages:
             async for message in messages:
                 self.num_messages += 1
                 self.num_events += len(message.events)
@@ -247,7 +246,7 @@ async def test_without_the_method_calls_use_their_own_streams(
         for number in range(3):
             assert len(await ask(client, f"call-{number}")) == len(kinds(NUM_TOKENS))
         assert client._events.stream_id == ""
-        assert client._events._patience_s == shared_events_module.UNKNOWN_S
+        assert client._events._patience_s == UNKNOWN_S
         assert client.num_messages == 0
     finally:
         await client.close()
@@ -256,7 +255,7 @@ async def test_without_the_method_calls_use_their_own_streams(
 
 async def test_the_id_of_an_open_stream_is_refused(client: Counting) -> None:
     await opened(client)
-    again = GrpcDecodeClient._shared_events(client, EventsRequest(stream_id=client._events.stream_id))
+    again = GrpcDecodeClient._shared_events(client, client._events.stream_id)
     with pytest.raises(InvalidRequest, match="stream_id"), suppress(StopAsyncIteration):
         await anext(again)
 

@@ -30,7 +30,8 @@ from safetensors import safe_open
 from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import ConfigurationError, HistoryMiss
 from kvferry.shared.history.disk_history import DiskHistory
-from kvferry.shared.history.rows import RowPrecision, chunk_rows
+from kvferry.shared.history.records import StoredRecord
+from kvferry.shared.history.rows import Piece, RowPrecision, Segment, chunk_rows
 from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord, read_record
 from kvferry.shared.model.spec import Heads
@@ -499,15 +500,13 @@ def test_any_part_of_any_segment_is_read_as_it_was_written(
         for _ in range(2)
     ]
     num_tokens = sum(cuts)
+    stored = StoredRecord(
+        token_ids=tuple(range(num_tokens)),
+        pieces=(Piece(segment=Segment(layers, num_tokens), length=num_tokens),),
+        num_exact_tokens=0,
+    )
     new = new_record(
-        A,
-        shape=shape,
-        base=None,
-        num_base_tokens=0,
-        token_ids=range(num_tokens),
-        layers=layers,
-        method="full",
-        value_bytes=value_bytes,
+        A, stored, shape=shape, base=None, num_base_tokens=0, method="full", value_bytes=value_bytes
     )
     disk.write(A, None, new)
     record = disk.record(A)

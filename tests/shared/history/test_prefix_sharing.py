@@ -176,4 +176,4 @@ def test_random_conversations_load_right_rows_and_return_every_byte(data: st.Dat
     for session in sessions:
         store.drop(session)
     assert store.size_bytes == 0
-    assert len(store.records._prefixes) == 0
+    assert not store.records._prefixes._records

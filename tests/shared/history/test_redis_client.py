@@ -16,8 +16,7 @@ from kvtest.waiting import until
 from redis.asyncio.connection import AbstractConnection
 
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
-from kvferry.shared.history.breaker import CircuitBreaker
-from kvferry.shared.history.redis_client import AsyncRedisLink, RedisLink, RedisOptions
+from kvferry.shared.history.redis_client import AsyncRedisLink, CircuitBreaker, RedisLink, RedisOptions
 from kvferry.shared.history.redis_url import parse_redis_url
 
 WAIT_S = 60.0
@@ -119,8 +118,8 @@ async def test_a_master_found_by_sentinel(redis_server: Any) -> None:
 
 def test_a_dead_server_is_left_alone_and_taken_back_when_it_returns(redis_server: Any) -> None:
     now_s = [100.0]
-    breaker = CircuitBreaker(max_failures=2, open_s=5, clock=lambda: now_s[0])
-    link = RedisLink(RedisOptions(url=redis_server.url, timeout_s=20, backoff_s=0.001), breaker=breaker)
+    link = RedisLink(RedisOptions(url=redis_server.url, timeout_s=20, backoff_s=0.001))
+    link.breaker = breaker = CircuitBreaker(max_failures=2, open_s=5, clock=lambda: now_s[0])
     calls = []
 
     def get(client: Any) -> Any:

@@ -18,6 +18,7 @@ from kvferry.shared.errors import Cancelled, ContextLengthExceeded, InvalidReque
 from kvferry.shared.model import bridge, prefill_attention
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.spec import LayerSpec
 
 FAMILIES = (
     "llama",
@@ -241,7 +242,7 @@ def test_attention_in_blocks_is_the_softmax_over_all_visible_keys(
     assert attended.dtype == dtype
     torch.testing.assert_close(attended.double(), expected, atol=tolerance, rtol=tolerance)
     # What a GPU runs.
-    masked = prefill_attention._masked_attention(query, key, value, 0.25)
+    masked = prefill_attention._masked_attention(query, key, value, 0.25, LayerSpec())
     torch.testing.assert_close(masked.double(), expected, atol=tolerance, rtol=tolerance)
     if num_history == 0:
         monkeypatch.setattr(prefill_attention, "_CUDA_PAIRS", limit)

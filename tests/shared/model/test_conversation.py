@@ -212,7 +212,7 @@ def test_every_turn_extends_the_tokens_of_the_one_before(
     messages: list[ChatMessage] = []
     recorded: RecordedConversation | None = None
     for turn in range(num_turns):
-        ids = [i for i in range(any_tokenizer.vocab_size) if not any_tokenizer.is_silent(i)]
+        ids = [i for i in range(any_tokenizer._backend.get_vocab_size()) if not any_tokenizer.is_silent(i)]
         completion = rng.choices(ids, k=rng.randint(1, 6)) + ([eos] if ends[turn] else [])
         messages.append(user(rng.choice(["the is", "what <|end|> is", "is </s> 42?", "it <|im_end|>"])))
         before = recorded

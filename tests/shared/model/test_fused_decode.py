@@ -15,7 +15,7 @@ from torch import Tensor
 from kvferry.kernels import dispatch
 from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
 from kvferry.kernels.native.library import KINDS, Product, is_available, library
-from kvferry.kernels.quarantine import quarantined, release_all
+from kvferry.kernels.quarantine import quarantined, state
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.fused_decode import JoinedProducts, side_by_side
 from kvferry.shared.model.loading import load_model
@@ -141,7 +141,7 @@ def test_a_kernel_that_fails_in_a_step_is_torch_s_from_then_on(
         _, tokens = logits_of(model, "triton")
         assert quarantined()["decoder_ops"].reason == "out_of_resources"
     finally:
-        release_all()
+        state.by_op = {}
     assert tokens == expected
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.checkpoint import read_eos_token_ids
-from kvferry.shared.model.generation_config import sampling_defaults
+from kvferry.shared.model.checkpoint import read_eos_token_ids, sampling_defaults
 
 
 def write(folder: Path, content: object) -> Path:

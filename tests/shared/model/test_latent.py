@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from kvferry.shared.compression.leverage import leverage_scores
 from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model import prefill_attention
-from kvferry.shared.model.adapters.latent import LATENT, LatentProjection, pass_latent_rows
+from kvferry.shared.model.adapters.latent import LATENT, Latent, pass_latent_rows
 from kvferry.shared.model.loading import load_model
 
 TOKENS = torch.randint(8, 600, (61,), generator=torch.Generator().manual_seed(1))
@@ -110,14 +110,14 @@ def test_heads_are_expanded_a_few_at_a_time(folder: Path, monkeypatch: pytest.Mo
     expected = model.prefill(TOKENS, start=0, observer=Recorder())
     monkeypatch.setattr(prefill_attention, "_EXPANDED_CHANNELS", 3 * 61 * 12)
     sizes = []
-    expand = LatentProjection.expand
+    expand = Latent.expand
 
-    def watched(self: LatentProjection, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+    def watched(self: Latent, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         keys, values = expand(self, rows, heads)
         sizes.append(keys.shape[0])
         return keys, values
 
-    monkeypatch.setattr(LatentProjection, "expand", watched)
+    monkeypatch.setattr(Latent, "expand", watched)
     logits = model.prefill(TOKENS, start=0, observer=Recorder())
     assert sizes == [3, 3, 2] * model.spec.num_layers
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

@@ -36,13 +36,12 @@ from kvferry.shared.errors import (
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.parallel import compression
+from kvferry.shared.model.parallel import passes
 from kvferry.shared.model.parallel.lead import LeadingRank
-from kvferry.shared.model.parallel.messages import Load
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.model.parallel.ranks import backend_for
-from kvferry.shared.model.parallel.support import PARALLEL_TYPES, check_parallel
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.support import PARALLEL_TYPES, check_parallel
 from kvferry.shared.wire.messages import TransferKey
 
 # A process has one group of ranks at a time: the last tests end the one that those before share.
@@ -138,7 +137,7 @@ def lead() -> Iterator[LeadingRank]:
 
 
 def load(lead: LeadingRank, folder: Path | str) -> ParallelModel:
-    lead.command(Load(path_or_id=folder, device="cpu", dtype="auto", max_model_len=0))
+    lead.call("load", folder, "cpu", "auto", 0)
     part: TransformersModel = load_model(folder, device="cpu", ranks=lead)
     return ParallelModel(part, lead)
 
@@ -161,7 +160,7 @@ def test_passes_of_two_ranks_are_those_of_one(demo: ParallelModel, one: Transfor
 
 
 def test_a_part_has_half_of_the_divided_weights(demo: ParallelModel, one: TransformersModel) -> None:
-    part = dict(demo._part._model.named_parameters())
+    part = dict(demo._model.named_parameters())
     for name, whole in one._model.named_parameters():
         its = part[name].to_local() if hasattr(part[name], "to_local") else part[name]
         assert its.numel() * (1 if "norm" in name else 2) == whole.numel(), name
@@ -301,7 +300,7 @@ def test_a_rank_that_cannot_compress_ends_the_pass_only(
         demo.prefill(ids(40, 1), start=0, observer=wrong)
     assert wrong.compressed == {}
     nothing = Encoded(tensors=(), names=())
-    monkeypatch.setattr(compression, "encode_layer", lambda *_: nothing)
+    monkeypatch.setattr(passes, "encode_layer", lambda *_: nothing)
     demo.prefill(ids(40, 1), start=0, observer=wrong)
     layers, errors = zip(*(noted.get(timeout=10) for _ in range(1 + one.spec.num_layers)), strict=True)
     assert layers == (0, *range(one.spec.num_layers))
@@ -372,7 +371,7 @@ def test_a_device_must_not_have_a_number() -> None:
 
 
 def test_a_rank_tells_why_it_does_not_load(lead: LeadingRank) -> None:
-    lead.command(Load(path_or_id=DEMO_MODEL, device="cpu", dtype="auto", max_model_len=99999999))
+    lead.call("load", DEMO_MODEL, "cpu", "auto", 99999999)
     with pytest.raises(ConfigurationError, match="rank 1 of 2 does not load: max_model_len is 99999999"):
         lead.loaded()
 
@@ -382,7 +381,7 @@ def test_a_rank_that_ends_before_it_has_loaded_is_named(lead: LeadingRank) -> No
     started = LeadingRank(2, backend="gloo", num_threads=1, on_lost=lambda error: None)
     try:
         started._followers[0].process.kill()
-        with pytest.raises(ConfigurationError, match="rank 1 of 2 has ended with exit code -9"):
+        with pytest.raises(WorkerUnavailable, match="rank 1 of 2 has ended with exit code -9"):
             started.join()
     finally:
         started.close()

@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.shared.model.layers import state_layers
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.support import state_layers
 
 NUM_TOKENS, CUT = 60, 37
 WITHOUT_INITIAL_STATE = ("falcon_mamba", "jamba", "mamba", "zamba")
-"""Their scan of several tokens ignores the state, so that `adapters/tokens.py` runs them one at a time."""
+"""Their scan of several tokens ignores the state, so that `adapters/states.py` runs them one at a time."""
 
 
 class Observer:

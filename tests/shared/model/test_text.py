@@ -30,7 +30,7 @@ def assemble(assembler: TextAssembler, ids: list[int]) -> tuple[str, bool]:
 def test_deltas_of_any_ids_join_to_the_decoded_text(
     any_tokenizer: ChatTokenizer, data: st.DataObject
 ) -> None:
-    ids = data.draw(st.lists(st.integers(0, any_tokenizer.vocab_size + 3), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, any_tokenizer._backend.get_vocab_size() + 3), max_size=40))
     text, stopped = assemble(TextAssembler(any_tokenizer), ids)
     assert text == any_tokenizer.decode(ids)
     assert not stopped
@@ -40,7 +40,7 @@ def test_deltas_of_any_ids_join_to_the_decoded_text(
 def test_token_texts_join_to_the_text_whatever_is_held_back(
     any_tokenizer: ChatTokenizer, data: st.DataObject
 ) -> None:
-    ids = data.draw(st.lists(st.integers(0, any_tokenizer.vocab_size - 1), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, any_tokenizer._backend.get_vocab_size() - 1), max_size=40))
     plain, holding = TextAssembler(any_tokenizer), TextAssembler(any_tokenizer, ("the is no such text",))
     for token_id in ids:
         delta = plain.push(token_id)

@@ -157,7 +157,7 @@ def test_eos_ids_come_from_generation_config_config_and_tokenizer(
 
 def test_the_demo_loads_by_name() -> None:
     tokenizer = ChatTokenizer.load("demo")
-    assert tokenizer.vocab_size == 704
+    assert tokenizer._backend.get_vocab_size() == 704
     assert tokenizer.eos_token_ids == (6,)
 
 
@@ -277,7 +277,7 @@ def test_spellings_that_a_normalizer_makes_a_marker_stay_text(
 
 def test_markers_of_every_kind_of_conversation_are_known(byte_tokenizer: ChatTokenizer) -> None:
     """A template that refuses some of them is asked for each."""
-    backend = tokenizers.Tokenizer.from_str(byte_tokenizer.to_json())
+    backend = tokenizers.Tokenizer.from_str(byte_tokenizer._backend.to_str())
     names = ["user", "assistant", "tool", "think", "tools", "call", "open"]
     backend.add_tokens([tokenizers.AddedToken(f"<{name}>", normalized=False) for name in names])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -324,12 +324,12 @@ COMPOSING = ["\u03b1\u0313\u0300\u0345", "\u1112\u1161\u11ab", "e\u0301", "\u212
 
 def variant(tokenizer: ChatTokenizer, **parts: Any) -> tuple[ChatTokenizer, list[str]]:
     """A tokenizer with other parts, and the vocabulary's longest texts."""
-    raw = Tokenizer.from_str(tokenizer.to_json())
+    raw = Tokenizer.from_str(tokenizer._backend.to_str())
     for name, part in parts.items():
         setattr(raw, name, part)
     made = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), tokenizer.eos_token_ids)
-    ids = sorted(range(made.vocab_size), key=lambda its: len(made.spelling(its)))[-20:]
-    return made, [made.decode([its], shows_special=True) for its in ids]
+    vocabulary = sorted(made._backend.get_vocab().items(), key=lambda entry: (len(entry[0]), entry[1]))
+    return made, [made.decode([token_id], shows_special=True) for _, token_id in vocabulary[-20:]]
 
 
 @pytest.fixture(
@@ -390,7 +390,7 @@ def test_the_length_says_nothing_where_characters_may_be_left_out(
 def test_the_length_says_nothing_where_a_mark_takes_the_blanks_beside_it(
     byte_tokenizer: ChatTokenizer, word_tokenizer: ChatTokenizer
 ) -> None:
-    raw = Tokenizer.from_str(byte_tokenizer.to_json())
+    raw = Tokenizer.from_str(byte_tokenizer._backend.to_str())
     raw.add_special_tokens([AddedToken("<|turn|>", rstrip=True)])
     made = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), byte_tokenizer.eos_token_ids)
     assert len(made.encode("<|turn|>" + " " * 1000)) == 1

@@ -22,8 +22,9 @@ from kvferry.shared.sampling import grammar as module
 from kvferry.shared.sampling import grammar_child, grammar_source
 from kvferry.shared.sampling.grammar import GrammarCompiler
 from kvferry.shared.sampling.grammar_source import FREE_S, MAX_CHARACTERS, TOKEN_S
+from kvferry.shared.sampling.masks import mask_rows
 from kvferry.shared.sampling.params import Grammar, SamplingParams
-from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler, mask_rows
+from kvferry.shared.sampling.sampler import BatchSampler, SequenceSampler
 
 RAW = byte_level_tokenizer()
 ENDS = tuple(RAW.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
@@ -150,7 +151,7 @@ def test_compiled_grammars_are_shared_by_key_and_their_matchers_are_not(compiler
     assert "b" in allowed_texts(one)
     assert "b" not in allowed_texts(other)
     monkeypatch.setattr(module, "compiled", lambda *grammar: pytest.fail("it is compiled already"))
-    again = GrammarCompiler(compiler._load_tokenizer, VOCAB, ENDS)
+    again = compiler_of(VOCAB)
     assert allowed_texts(again.matcher(regex("ab+c?"))) == allowed_texts(other)
     assert compiler.matcher(None) is None
 
@@ -446,4 +447,4 @@ def test_a_costly_grammar_is_refused_before_anybody_follows_it(many_tokens):
 def test_few_grammars_are_cached(compiler):
     for number in range(module._MAX_COMPILED + 9):
         compiler.matcher(regex(f"cached{number}"))
-    assert len(compiler._vocabulary._compiled) == module._MAX_COMPILED
+    assert len(compiler._compiled_over._compiled) == module._MAX_COMPILED

@@ -14,7 +14,6 @@ from kvferry.shared.errors import ConfigurationError, TransferFailed
 from kvferry.shared.process.serving import parse_address
 from kvferry.shared.wire import zmq
 from kvferry.shared.wire.channel import Channel, ListeningChannel
-from kvferry.shared.wire.in_process import InProcessHub
 from kvferry.shared.wire.receiver import BlockServer
 from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
@@ -65,7 +64,7 @@ def test_an_endpoint_where_nobody_listens_is_a_timeout(kind: str) -> None:
         with pytest.raises(TransferFailed) as failed:
             transfer.wait(kit.WAIT_S)
         assert failed.value.reason == "timeout"
-        assert sender.buffered_bytes == 0
+        assert sender.buffer.used_bytes == 0
     finally:
         sender.close()
 
@@ -100,13 +99,3 @@ def test_binding_everywhere_needs_an_advertised_address(kind: str) -> None:
     server = BlockServer(channel, RecordingSink())
     assert server.endpoint == "tcp://decode:5000"
     server.close()
-
-
-def test_an_in_process_name_is_given_once() -> None:
-    hub = InProcessHub()
-    server = BlockServer(hub.listening("decode"), RecordingSink())
-    assert server.endpoint == "inproc://decode"
-    with pytest.raises(ConfigurationError, match="already in use"):
-        BlockServer(hub.listening("decode"), RecordingSink())
-    server.close()
-    BlockServer(hub.listening("decode"), RecordingSink()).close()

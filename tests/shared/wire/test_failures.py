@@ -17,8 +17,9 @@ from kvferry.shared.errors import (
     TransferFailed,
 )
 from kvferry.shared.wire.messages import EndRecord, Manifest
+from kvferry.shared.wire.outgoing import OutgoingTransfer
 from kvferry.shared.wire.receiver import BlockServer
-from kvferry.shared.wire.sender import BlockSender, OutgoingTransfer
+from kvferry.shared.wire.sender import BlockSender
 
 # ---- what a receiver refuses -----------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ def test_a_sinks_error_reaches_the_sender_as_it_is(
         kit.ship(transfer, kit.make_layers(manifest))
     assert type(failed.value) is kind
     assert failed.value.reason == reason
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     assert sink.aborted == ({} if when == "open" else {manifest.key: reason})
     sink.open_error = sink.layer_error = sink.write_error = sink.commit_error = None
     again = kit.make_manifest()
@@ -88,7 +89,7 @@ def test_abort_frees_both_ends_and_raises_in_waiting_calls(wire: Wire, sink: Rec
     transfer.abort("client_left")
     waiter.join(kit.WAIT_S)
     assert [type(error) for error in raised] == [Cancelled]
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     until(lambda: sink.aborted == {manifest.key: "aborted"})
     for call in (
         lambda: transfer.send_layer(1, kit.make_layers(manifest)[1]),
@@ -105,7 +106,7 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink)
     sink.gate.clear()
 
     def abort_when_full() -> None:
-        until(lambda: sender.buffered_bytes == 1000)
+        until(lambda: sender.buffer.used_bytes == 1000)
         transfer.abort("client_left")
 
     aborting = threading.Thread(target=abort_when_full)
@@ -113,7 +114,7 @@ def test_abort_wakes_a_send_that_waits_for_room(wire: Wire, sink: RecordingSink)
     with pytest.raises(Cancelled):
         kit.ship(transfer, kit.make_layers(manifest))
     aborting.join()
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
 
 
 def test_abort_after_the_acknowledgement_has_no_effect(wire: Wire, sink: RecordingSink) -> None:
@@ -134,7 +135,7 @@ def test_closing_the_receiver_fails_its_senders(wire: Wire, sink: RecordingSink)
     with pytest.raises(TransferFailed) as failed:
         transfer.wait(kit.WAIT_S)
     assert failed.value.reason in ("closed", "peer_lost")
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
 
 
 def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
@@ -147,7 +148,7 @@ def test_closing_the_sender_fails_its_transfers_and_frees_the_receiver(
     with pytest.raises(TransferFailed) as failed:
         transfer.wait(kit.WAIT_S)
     assert failed.value.reason == "closed"
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     until(lambda: manifest.key in sink.aborted)
     with pytest.raises(TransferFailed, match="closed"):
         kit.open_transfer(sender, server, manifest)
@@ -160,7 +161,7 @@ def test_a_receiver_that_stops_answering_is_a_timeout(wire: Wire, sink: Recordin
     with pytest.raises(TransferFailed, match=r"silent for more than 0\.5 s") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "timeout"
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
 
 
 def test_waiting_in_vain_fails_the_transfer(wire: Wire, sink: RecordingSink) -> None:

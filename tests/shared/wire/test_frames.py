@@ -14,7 +14,6 @@ from kvferry.shared.errors import ProtocolMismatch, TransferFailed
 from kvferry.shared.wire.frames import (
     HEADER,
     HEADER_BYTES,
-    MAX_PAYLOAD_BYTES_BY_TYPE,
     decode_message,
     encode_header,
     peek_key,
@@ -22,6 +21,7 @@ from kvferry.shared.wire.frames import (
 from kvferry.shared.wire.messages import (
     MAX_LAYER_TENSORS,
     MAX_PAYLOAD_BYTES,
+    MAX_PAYLOAD_BYTES_BY_TYPE,
     FrameHeader,
     MessageType,
     TransferKey,

@@ -106,7 +106,7 @@ def test_a_transfer_from_another_process_arrives_whole(kind: str, channel: Liste
 @pytest.mark.parametrize("kind", some(["tcp", "ipc", "shm"], "tcp"), indirect=True)
 def test_a_killed_sender_frees_the_transfer_within_seconds(kind: str, channel: ListeningChannel) -> None:
     sink = kit.RecordingSink()
-    server = BlockServer(channel, sink, idle_timeout_s=600.0)
+    server = BlockServer(channel, sink)
     try:
         with sending_process(server.endpoint, "stop", kind) as process:
             assert process.stdout is not None

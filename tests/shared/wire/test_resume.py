@@ -86,7 +86,7 @@ def test_a_transfer_cut_at_any_message_goes_on_where_it_stopped(
         ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
         transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
         kit.ship(transfer, layers)
-        assert sender.buffered_bytes == 0
+        assert sender.buffer.used_bytes == 0
         kit.assert_arrived(cut_sink, manifest, layers)
         if transport != "curve":  # whose messages are as many as their frames, and there are heartbeats
             assert proxy.num_cuts == (cut < num_messages)
@@ -123,7 +123,7 @@ def test_a_cut_while_the_buffer_is_full_loses_nothing(
     kit.ship(sender.open(ticket, manifest, timeout_s=kit.WAIT_S), layers)
     kit.assert_arrived(cut_sink, manifest, layers)
     assert proxy.num_cuts == 1
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     sender.close()
 
 
@@ -137,7 +137,7 @@ def test_an_abort_after_a_cut_frees_both_ends(
     kit.send(transfer, layers)
     until(lambda: proxy.num_cuts > 0)
     transfer.abort("client_left")
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     until(lambda: manifest.key in cut_sink.aborted)
 
 

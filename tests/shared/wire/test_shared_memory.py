@@ -52,7 +52,7 @@ def sink() -> Iterator[RecordingSink]:
 
 @contextlib.contextmanager
 def serving(channel: ListeningChannel, sink: RecordingSink) -> Iterator[BlockServer]:
-    server = BlockServer(channel, sink, idle_timeout_s=kit.WAIT_S)
+    server = BlockServer(channel, sink)
     try:
         yield server
     finally:

@@ -19,11 +19,13 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.errors import TransferFailed
+from kvferry.shared.wire import outgoing as outgoing_module
 from kvferry.shared.wire import receiver as receiver_module
 from kvferry.shared.wire import sender as sender_module
 from kvferry.shared.wire.frames import HEADER_BYTES, encode_end, encode_layer, encode_manifest
 from kvferry.shared.wire.messages import EndRecord, NamedTensor
-from kvferry.shared.wire.sender import OutgoingTransfer, SendBuffer
+from kvferry.shared.wire.outgoing import OutgoingTransfer
+from kvferry.shared.wire.sender import SendBuffer
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_every_byte_arrives(wire: Wire, sink: RecordingSink, shape: dict[str, An
     _, sender, transfer = wire.begin(sink, manifest)
     assert kit.ship(transfer, layers) >= 0.0
     kit.assert_arrived(sink, manifest, layers)
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     assert sink.aborted == {}
 
 
@@ -180,7 +182,7 @@ def test_concurrent_transfers_do_not_mix(wire: Wire, sink: RecordingSink) -> Non
         list(pool.map(one, range(len(manifests))))
     for manifest in manifests:
         kit.assert_arrived(sink, manifest, kit.make_layers(manifest))
-    assert [sender.buffered_bytes for sender in senders] == [0, 0]
+    assert [sender.buffer.used_bytes for sender in senders] == [0, 0]
 
 
 @pytest.mark.parametrize("credit_bytes", [1, 999, 1000])
@@ -224,7 +226,7 @@ def test_the_buffer_bound_holds_and_larger_transfers_pass(
     kit.assert_arrived(sink, manifest, layers)
     assert sink.committed[manifest.key].payload_bytes > 3 * limit
     assert 0 < max(seen) <= limit
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
 
 
 def test_blocks_are_kept_until_the_acknowledgement(wire: Wire, sink: RecordingSink) -> None:
@@ -234,10 +236,10 @@ def test_blocks_are_kept_until_the_acknowledgement(wire: Wire, sink: RecordingSi
     kit.send(transfer, layers)
     total = sum(named.tensor.nbytes for named in layers[0])
     until(lambda: sink.blocks == 3)
-    assert sender.buffered_bytes == total
+    assert sender.buffer.used_bytes == total
     transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
     transfer.wait(kit.WAIT_S)
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
 
 
 def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSink) -> None:
@@ -250,7 +252,7 @@ def test_send_waits_for_room_and_gives_up_in_time(wire: Wire, sink: RecordingSin
     with pytest.raises(TransferFailed, match="send buffer holds 1000 of at most 1000") as failed:
         kit.ship(transfer, kit.make_layers(manifest))
     assert failed.value.reason == "buffer_full"
-    assert sender.buffered_bytes == 0
+    assert sender.buffer.used_bytes == 0
     sink.gate.set()
     until(lambda: manifest.key in sink.aborted)
     assert sink.aborted == {manifest.key: "aborted"}
@@ -262,11 +264,14 @@ def test_slow_computation_between_layers_is_not_idleness(
     ahead_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
     monkeypatch.setattr(receiver_module, "time", clock)
+    monkeypatch.setattr(receiver_module, "IDLE_TIMEOUT_S", kit.WAIT_S)
+    monkeypatch.setattr(outgoing_module, "time", clock)
     monkeypatch.setattr(sender_module, "time", clock)
+    monkeypatch.setattr(sender_module, "KEEPALIVE_INTERVAL_S", 0.05)
     manifest = kit.make_manifest(rows=(3,))
     layers = kit.make_layers(manifest)
-    server = wire.server(sink, idle_timeout_s=kit.WAIT_S)
-    sender = wire.sender(keepalive_interval_s=0.05, timeout_s=kit.WAIT_S)
+    server = wire.server(sink)
+    sender = wire.sender(timeout_s=kit.WAIT_S)
     transfer = kit.open_transfer(sender, server, manifest)
     transfer.send_layer(0, layers[0])
     until(lambda: sink.blocks == 3 and transfer._written_bytes == transfer._sent_bytes)

@@ -17,7 +17,7 @@ from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.worker import ProcessTransport
-from kvferry.shared.trust.certs import Certs
+from kvferry.shared.wire.sender import BlockSender
 from kvferry.shared.wire.transports import make_transport
 from kvferry.tools.certs import make_certs
 
@@ -54,12 +54,13 @@ def test_the_pages_example_carries_a_transfer(install: Install, tmp_path: Path, 
         make_certs(tmp_path / "certs", days=2, everything=False)
         options["certs"] = str(tmp_path / "certs")
     ends = [
-        ProcessTransport(config, Certs(config.certs, role) if config.certs else None)
-        for config, role in ((PrefillConfig(**options), "prefill"), (DecodeConfig(**options), "decode"))
+        ProcessTransport(PrefillConfig(**options), "prefill"),
+        ProcessTransport(DecodeConfig(**options), "decode"),
     ]
     sink, connected = RecordingSink(), list[str]()
     server = ends[1].server(sink)
-    sender = ends[0].sender(buffer_bytes=1 << 20, timeout_s=kit.WAIT_S, on_connected=connected.append)
+    channel = ends[0].connecting(connected.append)
+    sender = BlockSender(channel, buffer_bytes=1 << 20, timeout_s=kit.WAIT_S)
     try:
         manifest = kit.make_manifest(rows=(30, 50))
         layers = kit.make_layers(manifest)
@@ -67,8 +68,8 @@ def test_the_pages_example_carries_a_transfer(install: Install, tmp_path: Path, 
         transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
         kit.ship(transfer, layers)
         kit.assert_arrived(sink, manifest, layers)
-        (channel,) = ends[0]._transport.channels  # type: ignore[attr-defined]
-        assert channel.sent_bytes >= sum(transfer.bytes_by_kind.values())
+        (counted,) = ends[0]._transport.channels  # type: ignore[attr-defined]
+        assert counted.sent_bytes >= sum(transfer.bytes_by_kind.values())
         assert connected == ["counted"]
     finally:
         sender.close()

@@ -14,6 +14,7 @@ from kvtest.waiting import until
 from kvtest.wire import RecordingSink, Wire
 
 from kvferry.shared.errors import LeaseExpired, MalformedMessage, TransferFailed
+from kvferry.shared.wire import receiver as receiver_module
 from kvferry.shared.wire.frames import HEADER_BYTES, decode_layer, encode_header, encode_layer
 from kvferry.shared.wire.messages import FrameHeader, LayerHeader, Manifest, MessageType, TensorHeader
 
@@ -53,12 +54,10 @@ def numbered(messages: list[Message]) -> list[Message]:
     return [(replace(header, sequence=n), payload) for n, (header, payload) in enumerate(messages)]
 
 
-def begin(
-    wire: Wire, sink: RecordingSink, *, idle_timeout_s: float = kit.WAIT_S, **shape: Any
-) -> tuple[Manifest, kit.BarePeer]:
+def begin(wire: Wire, sink: RecordingSink, **shape: Any) -> tuple[Manifest, kit.BarePeer]:
     """Begin a transfer by hand. Args: shape: of its manifest."""
     manifest = kit.make_manifest(**shape)
-    peer = wire.bare(wire.server(sink, idle_timeout_s=idle_timeout_s).endpoint)
+    peer = wire.bare(wire.server(sink).endpoint)
     peer.manifest(manifest)
     return manifest, peer
 
@@ -348,15 +347,18 @@ def test_garbage_hurts_no_open_transfer(wire: Wire, sink: RecordingSink) -> None
     assert sink.aborted == {}
 
 
-def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(wire: Wire, sink: RecordingSink) -> None:
-    manifest, peer = begin(wire, sink, idle_timeout_s=0.3)
+def test_a_silent_sender_is_given_up_on_the_receivers_own_clock(
+    wire: Wire, sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "IDLE_TIMEOUT_S", 0.3)
+    manifest, peer = begin(wire, sink)
     assert peer.refusal().reason == "idle"
     assert sink.aborted == {manifest.key: "idle"}
 
 
 @pytest.mark.parametrize("wire", some(kit.TRANSPORTS, "tcp", "shm"), indirect=True)
 def test_a_vanished_sender_is_noticed_before_it_is_idle(wire: Wire, sink: RecordingSink) -> None:
-    manifest, peer = begin(wire, sink, idle_timeout_s=600.0)
+    manifest, peer = begin(wire, sink)
     until(lambda: manifest.key in sink.manifests)
     peer.close()
     until(lambda: sink.aborted == {manifest.key: "peer_lost"})

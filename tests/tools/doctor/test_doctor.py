@@ -94,7 +94,7 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         findings = list(kernels.kernel_findings(described.shape))
     finally:
         dispatch.configure("auto", CPU)
-        quarantine.release_all()
+        quarantine.state.by_op = {}
     by_check = {finding.check: finding for finding in findings}
     assert by_check["kernel window_scores"].verdict == "fail"
     assert "device kernel image is invalid" in by_check["kernel window_scores"].found

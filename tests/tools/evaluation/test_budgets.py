@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvtest.methods import PRESETS
 
-from kvferry.shared.compression.attention.kinds import EVICTIONS, Hsa, make_attention
+from kvferry.shared.compression.attention import EVICTIONS, Hsa, make_attention
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget, CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for

@@ -9,10 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.calibration import (
+from kvferry.shared.compression.curves import (
     Calibration,
     Observation,
-    retention_for,
 )
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.evaluation.fitting import fit_calibration, quality_curve
@@ -52,7 +51,9 @@ def test_contexts_of_one_nll_fit_with_alpha_0() -> None:
     fitted = fit_calibration(observed(3.0, -8.0, (1.5,)))
     assert fitted.alpha == 0
     assert fitted.beta == pytest.approx(-3.5, abs=1e-6)
-    assert fitted.retention(0.95, nll=1.5) == pytest.approx(retention_for(0.95, -3.5))
+    assert fitted.retention(0.95, nll=1.5) == pytest.approx(
+        Calibration(alpha=0.0, beta=-3.5).retention(0.95, nll=0.0)
+    )
 
 
 def loss(calibration: Calibration, points: list[Observation], weight: float) -> float:

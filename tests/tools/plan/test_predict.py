@@ -11,13 +11,12 @@ import pytest
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.costs.machine import GPUS, find_machine
-from kvferry.shared.costs.model import ModelCost
 from kvferry.shared.errors import ConfigurationError
 from kvferry.tools.plan import predict
 from kvferry.tools.plan.advice import Advice, advise
 from kvferry.tools.plan.fit import fit
-from kvferry.tools.plan.model import read_model
+from kvferry.tools.plan.machine import GPUS, find_machine
+from kvferry.tools.plan.model import ModelCost, read_model
 from kvferry.tools.plan.predict import Deployment, Workload, disaggregated, together
 
 LLAMA_8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,

@@ -10,8 +10,8 @@ from kvtest.stack import serving
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import method_names, plan_for, preset
-from kvferry.shared.costs.sizes import sizes_of
 from kvferry.tools.plan.model import read_model
+from kvferry.tools.plan.sizes import sizes_of
 
 PROMPT = list(range(20, 20 + 150)) * 2
 NUM_NEW = 3

@@ -2,7 +2,7 @@
 
 A request must end within `LIMIT_S` with exactly the oracle's tokens, or with an error that has a name and
 does not blame the client. Such a request is repeated, and the repetition must succeed once the faults are
-over. A turn that was acknowledged is part of the session.
+over. A turn whose answer does not say that it was not stored is part of the session.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class Conversation:
             except _Ended as ended:
                 errors[str(ended)] += 1
                 self.outcome.errors[str(ended)] += 1
+                if index == 1 and str(ended) == "session_not_stored":
+                    return True  # an attempt that seemed lost was answered: only the whole goes on
             await asyncio.sleep(PAUSE_S)
             if index == 0:
                 # Repeated in the same session, a turn continues from its own history, and selects from that.
@@ -180,6 +182,8 @@ class Conversation:
             self._check(index, tuple(prompt), tuple(tokens), num_reused if done else None)
         if not done:
             raise _Ended("connection: no end")
+        if index == 0 and "session" in self._reports[-1]:
+            raise _Ended("not stored")
         self.outcome.right += 1
         self.outcome.reused_less += index == 1 and num_reused < script.num_stored
 

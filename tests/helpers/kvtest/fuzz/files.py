@@ -30,7 +30,8 @@ from kvferry.shared.control.messages import SessionKey
 from kvferry.shared.errors import HistoryMiss, InvalidRequest, StoreUnavailable
 from kvferry.shared.history import stored_format
 from kvferry.shared.history.disk_history import DiskHistory
-from kvferry.shared.history.rows import RowChunk, RowPrecision
+from kvferry.shared.history.records import StoredRecord
+from kvferry.shared.history.rows import Piece, RowChunk, RowPrecision, Segment
 from kvferry.shared.history.storage import new_record
 from kvferry.shared.history.stored_format import StoredShape, TierRecord
 from kvferry.shared.model.chat_template import ChatMessage
@@ -153,10 +154,11 @@ def chunks() -> list[list[RowChunk]]:
 
 
 def new(shape: StoredShape) -> Any:
+    piece = Piece(segment=Segment(chunks(), len(TOKENS)), length=len(TOKENS))
+    record = StoredRecord(token_ids=TOKENS, pieces=(piece,), num_exact_tokens=0)
     return new_record(
-        SESSION, shape=shape, base=None, num_base_tokens=0, token_ids=TOKENS, layers=chunks(),
-        method="full", value_bytes=256,
-    )  # fmt: skip
+        SESSION, record, shape=shape, base=None, num_base_tokens=0, method="full", value_bytes=256
+    )
 
 
 _RECORD_HEAD = struct.Struct("<4sHH16sII")

@@ -12,8 +12,7 @@ from kvtest.d2o_reference import ReferenceCache, ReferenceRow
 from kvtest.reference.dense import dense_decode
 from torch import Tensor
 
-from kvferry.shared.compression.d2o.cache import EvictingCache
-from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
+from kvferry.shared.compression.d2o.eviction import EvictingCache, Zones, half_zones, protected, zones
 from kvferry.shared.compression.d2o.merging import merge_prompt
 from kvferry.shared.compression.formats.interface import select_rows
 

@@ -13,6 +13,7 @@ from kvtest.compression import compress_layer, make_inputs, make_resolved
 from torch import Tensor
 
 from kvferry.kernels.column_sums import column_sums
+from kvferry.shared.compression.d2o import merging
 from kvferry.shared.compression.d2o.eviction import protected, zones
 from kvferry.shared.compression.d2o.merging import (
     MergedRows,
@@ -56,9 +57,10 @@ def test_merging_equals_the_paper_row_by_row(num_tokens: int, rows: int) -> None
 
 
 @pytest.mark.parametrize("max_similarities", [1, 70, 1000])
-def test_chunking_changes_nothing(max_similarities: int) -> None:
+def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, max_similarities: int) -> None:
     keys, values, positions = make(53, 13)
-    merged = merge_prompt(keys, values, positions, max_similarities=max_similarities)
+    monkeypatch.setattr(merging, "MAX_SIMILARITIES", max_similarities)
+    merged = merge_prompt(keys, values, positions)
     assert_equals_reference(keys, values, positions, merged)
 
 

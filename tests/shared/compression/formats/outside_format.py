@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from kvferry.shared.compression.formats.interface import (
     Tensors,
     check_index,
     gather_rows,
-    on_host,
     select_rows,
 )
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Method, Sizing, TensorSpec
@@ -34,7 +32,6 @@ class Halved(LayerFormat):
     """K and V `[H_kv, n, D]` in float16, times `scale`, the last token's row first."""
 
     name: ClassVar[str] = "halved"
-    kinds: ClassVar[Mapping[str, str]] = {"index": "index", "keys": "rows", "values": "rows"}
     scale: float
 
     @classmethod
@@ -67,9 +64,9 @@ class Halved(LayerFormat):
         rows = self._halved(self.rows)
         return {**self.shape.index_spec(self.rows), "keys": rows, "values": rows}
 
-    def regions(self) -> Specs:
-        rows, new = self._halved(self.rows), self.shape.row_spec(self.shape.num_new_rows)
-        return {"half_keys": rows, "half_values": rows, "keys": new, "values": new}
+    def placed(self, num_new: int) -> Specs:
+        rows = self._halved(self.rows)
+        return {"half_keys": rows, "half_values": rows, **self.shape.row_specs(num_new)}
 
     def _halved(self, num_rows: int) -> TensorSpec:
         return TensorSpec(shape=(self.shape.num_kv_heads, num_rows, self.shape.head_dim), dtype=HALF)
@@ -82,17 +79,10 @@ class Halved(LayerFormat):
         }
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        if "index" in tensors:
-            check_index(tensors["index"], self.shape.num_prompt_tokens, reason="index")
+        check_index(tensors, self.shape.num_prompt_tokens, reason="index")
         if not regions["half_keys"].isfinite().all():
             raise InvalidTensors("halved keys must be finite", reason="packed")
         return HalvedCache(self, regions)
-
-    def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        return 2 * (self._halved(self.rows).size_bytes + self.shape.row_spec(num_appended).size_bytes)
-
-    def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        return self.used_bytes(0)
 
     def naive(self, tensors: Tensors) -> NaiveLayer:
         return NaiveHalved(self, tensors["keys"].flip(1), tensors["values"].flip(1))
@@ -121,21 +111,16 @@ class HalvedCache(LayerCache):
         )
         return dense_decode(queries, keys, values, scaling=scaling)
 
-    def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.regions["keys"], self.regions["values"]
-        return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
-
 
 class NaiveHalved(NaiveLayer):
     def __init__(self, fmt: Halved, keys: Tensor, values: Tensor) -> None:
-        self._format = fmt
-        self._rows: tuple[tuple[Tensor, Tensor], ...] = ((fmt.whole(keys), fmt.whole(values)),)
+        self._prompt = fmt.whole(keys), fmt.whole(values)
 
     def attend(
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
-        self._rows += ((key[:, None], value[:, None]),)
-        keys, values = (torch.cat(its, 1) for its in zip(*self._rows, strict=True))
+        new = self.appended(key, value)
+        keys, values = (torch.cat(its, 1) for its in zip(self._prompt, new, strict=True))
         return dense_decode(queries, keys, values, scaling=scaling)
 
 

@@ -14,8 +14,8 @@ from kvtest.compression import Placed, compress_layer, formats_for, make_inputs,
 from torch import Tensor
 
 from kvferry.shared.compression.formats import make_formats
-from kvferry.shared.compression.formats.compacting import Compacting, Segments
-from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.formats.compacting import SelectedSegments
+from kvferry.shared.compression.formats.rdkv import PackedSegments
 from kvferry.shared.compression.plan import Budget, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -58,7 +58,7 @@ def test_a_step_attends_to_the_prompts_rows_and_those_that_snapkv_selects_of_eac
     resolved = resolve(window=6)
     inputs = make_inputs(TOKENS, group_size=group_size, head_dim=16, seed=4)
     (fmt,) = formats_for(resolved, inputs, returns_generated=True)
-    assert isinstance(fmt, Compacting)
+    assert fmt.segments is not None
     tensors = compress_layer(resolved, inputs)
     cache = Placed.of(fmt).open(tensors)
     generator = torch.Generator().manual_seed(8)
@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_rows_and_queries_that_there_are() -> None:
 def test_there_is_room_for_every_step_and_it_grows_with_the_answer(
     segment: int, kept: int, num_appended: int, more: int
 ) -> None:
-    segments = Segments(segment_tokens=segment, kept_rows=min(kept, segment - 1), scorer=ANY_SCORER)
+    segments = SelectedSegments(segment_tokens=segment, kept_rows=min(kept, segment - 1), scorer=ANY_SCORER)
     counts, position = [0], 0
     for step in range(num_appended):
         full, row = divmod(step, segment)
@@ -137,9 +137,8 @@ def test_a_long_answer_at_a_tenth_of_the_bytes_holds_less_than_15_percent_at_its
     used = 0
     for fmt in make_formats(spec, resolved):
         used += fmt.used_bytes(4095)
-        if isinstance(fmt, Rdkv):
-            assert fmt.rebudgeting is not None
-            used += 15 * fmt.rebudgeting.limit_bytes
+        if isinstance(fmt.segments, PackedSegments):
+            used += 15 * fmt.segments.limit_bytes
     assert 0.1 < used / (8191 * spec.kv_token_bytes) < 0.15
 
 

@@ -7,8 +7,7 @@ import torch
 from kvtest.compression import Placed, make_inputs, one_format
 from torch import Tensor
 
-from kvferry.shared.compression.d2o.cache import EvictingCache
-from kvferry.shared.compression.d2o.eviction import half_zones, zones
+from kvferry.shared.compression.d2o.eviction import EvictingCache, half_zones, zones
 from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.evicting import Evicting, EvictingLayer
 from kvferry.shared.compression.formats.interface import InvalidTensors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtest.compression import Placed, formats_for, make_inputs
+from kvtest.compression import Placed, formats_for, make_inputs, make_sizing
 from kvtest.reference.scores import rounded
 from torch import Tensor
 
@@ -87,7 +87,9 @@ def test_no_more_bytes_than_the_budgets_rows_and_one_row_more_would_be(
     bits: int, budget: int, num_tokens: int, head_dim: int, latent_dim: int
 ) -> None:
     part = Part(name="kivi", params={"bits": bits})
-    rows = Kivi.rows_within(part, budget, num_tokens=num_tokens, head_dim=head_dim, latent_dim=latent_dim)
+    rows = Kivi.rows_within(
+        part, make_sizing(budget, num_tokens=num_tokens, head_dim=head_dim, latent_dim=latent_dim)
+    )
     row_bytes = (2 if latent_dim else 4) * head_dim
 
     def size(count: int) -> int:

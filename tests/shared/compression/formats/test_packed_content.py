@@ -15,7 +15,7 @@ from kvferry.kernels.packed.layout import LAYOUT_VERSION, HeadCounts, packed_lay
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.formats.interface import InvalidTensors
-from kvferry.shared.compression.formats.packed_layer import PackedCache
+from kvferry.shared.compression.formats.packed import PackedCache
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Part
 

@@ -20,14 +20,15 @@ from kvferry.shared.compression.interface import LayerInputs, LayerShape
 from kvferry.shared.compression.plan import Budget, LayerPlan, Part, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.allocation import allocate
-from kvferry.shared.compression.rdkv.compress import allocate_layer, compress_layer_rdkv
-from kvferry.shared.compression.rdkv.epsilon import find_table
-from kvferry.shared.compression.rdkv.weights import (
+from kvferry.shared.compression.rdkv.compress import (
+    allocate_layer,
     channel_weights,
+    compress_layer_rdkv,
     joint_weights,
     score_weights,
     token_weights,
 )
+from kvferry.shared.compression.rdkv.epsilon import find_table
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError

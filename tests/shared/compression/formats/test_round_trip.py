@@ -15,11 +15,10 @@ from torch import Tensor
 from kvferry.baselines.think import Think
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.formats import FORMATS
-from kvferry.shared.compression.formats.compacting import Compacting
+from kvferry.shared.compression.formats import FORMATS, naive_layer
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
-from kvferry.shared.compression.formats.rdkv import Rdkv
+from kvferry.shared.compression.formats.rdkv import PackedSegments, Rdkv
 from kvferry.shared.compression.formats.rows import Rows, WireRows
 from kvferry.shared.compression.formats.state import State
 from kvferry.shared.compression.formats.stored import StoredCache
@@ -123,7 +122,7 @@ def random_row(fmt: LayerFormat) -> tuple[Tensor, Tensor]:
 def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, steps: int) -> None:
     """Every step of the layer in the arena equals the naive one, and what was generated comes back whole."""
     shape, placed = fmt.shape, Placed.of(fmt)
-    cache, naive = placed.open(tensors), fmt.naive(tensors)
+    cache, naive = placed.open(tensors), naive_layer(fmt, tensors)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2, shape.num_kv_heads, steps, shape.head_dim, generator=generator).to(shape.dtype)
     keys, values = rows[0], (rows[0] if shape.latent_dim else rows[1])[..., : shape.value_dim]
@@ -150,9 +149,8 @@ def assert_attends_as_naive(fmt: LayerFormat, tensors: dict[str, Tensor], *, ste
 def test_a_layer_in_the_arena_attends_as_the_naive_one(case: str, num_tokens: int, group_size: int) -> None:
     fmt, tensors, _ = compressed(case, num_tokens, group_size=group_size)
     if case == "rdkv, segments":
-        assert isinstance(fmt, Rdkv)
-        assert fmt.rebudgeting is not None
-        assert fmt.rebudgeting.max_segments == 2
+        assert isinstance(fmt.segments, PackedSegments)
+        assert fmt.segments.max_segments == 2
     assert_attends_as_naive(fmt, tensors, steps=NEW_TOKENS - 1)
 
 
@@ -179,7 +177,7 @@ def test_a_prompt_within_the_budget_attends_as_the_naive_one(case: str, num_toke
 @pytest.mark.parametrize("case", CASES)
 def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
-    first = fmt.naive(tensors)
+    first = naive_layer(fmt, tensors)
     queries, (key, value) = torch.randn(2, 2, 31), random_row(fmt)
     first.attend(queries, key, value, scaling=0.2)
     second, third = first.fork(), first.fork()
@@ -192,8 +190,6 @@ def test_a_fork_attends_as_what_it_was_forked_from_and_grows_by_itself(case: str
 @pytest.mark.parametrize("case", CASES)
 def test_a_token_without_room_is_refused(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
-    if isinstance(fmt, Rdkv) and fmt.rebudgeting is not None:
-        fmt = replace(fmt, rebudgeting=None)
     cache = Placed.of(fmt).open(tensors)
     with pytest.raises((IndexError, ValueError)):
         cache.append_and_attend(
@@ -281,8 +277,9 @@ def test_other_tensors_than_the_layers_are_refused_before_their_bytes(case: str)
 def test_every_format_and_every_eviction_is_among_the_cases() -> None:
     """All but a state, which has no rows: `tests/services/test_states.py`."""
     made = [compressed(case, 97)[0] for case in CASES]
-    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows, Compacting} - {State}
-    compacted = {type(fmt.inner) for fmt in made if isinstance(fmt, Compacting)}
-    assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts}
+    assert {type(fmt) for fmt in made} == {*FORMATS.values(), Evicting, Think, WireRows} - {State}
+    compacted = {type(fmt) for fmt in made if fmt.segments is not None}
+    assert compacted == {fmt for fmt in (*FORMATS.values(), Think) if fmt.compacts} | {Rdkv}
     assert {fmt.attention for fmt in made if isinstance(fmt, Evicting)} == {"evict", "merge"}
-    assert [fmt.is_plain for fmt in made] == [type(fmt) in (Rows, Window) for fmt in made]
+    plain = [type(fmt) in (Rows, Window) and fmt.segments is None for fmt in made]
+    assert [fmt.is_plain for fmt in made] == plain

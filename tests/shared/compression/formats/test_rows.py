@@ -8,7 +8,7 @@ from kvtest.compression import Placed, one_format
 from kvtest.reference.sparse import page_extremes
 from torch import Tensor
 
-from kvferry.shared.compression.attention.kinds import Hsa
+from kvferry.shared.compression.attention import Hsa
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rows import RowsCache
 from kvferry.shared.compression.plan import Part

@@ -5,7 +5,7 @@ import torch
 from kvtest.packed import trizone_decode, unpack_layer
 
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.kernels.packed.check import check_packed_layer
+from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.rdkv.compress import RdkvSettings, allocate_layer, compress_layer_rdkv
 from kvferry.shared.compression.rdkv.epsilon import find_table
@@ -36,7 +36,7 @@ def test_what_is_packed_is_what_was_allocated(num_tokens, num_new, group_size):
     inputs = make_inputs(num_tokens, num_new=num_new, group_size=group_size)
     settings = RdkvSettings(budget_tokens=8, table=TABLE)
     packed = compress_layer_rdkv(settings, inputs)
-    check_packed_layer(packed, num_tokens)
+    begin_packed_check(packed, num_tokens)()
     for h, (_, _, positions) in enumerate(unpack_layer(packed)):
         expected = allocate_layer(settings, inputs).values[h].nonzero()[:, 0]
         assert torch.equal(positions.sort().values, expected)

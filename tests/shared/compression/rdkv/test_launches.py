@@ -9,7 +9,7 @@ import torch
 from kvtest.counted_device import Counting, copied, on_device
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.packed.check import begin_packed_check, check_packed_layer
+from kvferry.kernels.packed.check import begin_packed_check
 from kvferry.kernels.packed.layer import view_packed_layer
 from kvferry.kernels.packed.packing import Packing
 from kvferry.kernels.quarantine import quarantined
@@ -42,7 +42,7 @@ def test_launches_and_reads_of_a_layer(num_kv_heads: int) -> None:
     try:
         packing = begin(*tensors)
         expected = packing.finish(packing.tensors)
-        check_packed_layer(expected, NUM_TOKENS)
+        begin_packed_check(expected, NUM_TOKENS)()
         counted: dict[str, Any] = {}
         # the first time, constants are copied to the device
         for _ in range(2):

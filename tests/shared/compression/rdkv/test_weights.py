@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.rdkv.weights import (
+from kvferry.shared.compression.rdkv.compress import (
     channel_weights,
     joint_weights,
     score_weights,

@@ -1,0 +1,401 @@
+"""The running batch: its sequences' slots in steps, and the step in flight. Only the engine's thread uses it.
+
+    running sequences ──place──► slots ──launch──► in flight ──done──► a token for each sequence
+
+A step can be captured only if batched kernels run all of its attention. So where steps are captured there are
+two lanes, each with slots and steps of its own: one for sequences that batched kernels run whole, and one for
+the others. Where they are not, one lane has all: a model reads its weights once for a larger batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import structlog
+from torch import Tensor
+
+from kvferry.kernels.decode_batch import in_buckets
+from kvferry.kernels.quarantine import quarantined
+from kvferry.services.decode.attention import BatchAttention
+from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.parts import Parts
+from kvferry.services.decode.sequence import Sequence, SequenceState
+from kvferry.services.decode.shadow import ShadowStep
+from kvferry.services.decode.step import BatchSlots, DecodeStep, LaunchedStep, StepDevice, StepInput
+from kvferry.shared.cache.arena import Allocation
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.errors import WorkerUnavailable
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.sampling.params import SampledToken
+from kvferry.shared.telemetry.metrics import DecodeMetrics
+
+_log = structlog.get_logger(__name__)
+MAX_STEPS = 256
+"""Limit on cached steps, each with one graph at most. A graph has about 450 kernels, for each of which the
+driver takes about 10 KB beside torch's allocator (NVIDIA says so of CUDA 12; not measured here): 1.2 GB for
+all. The default warm-up captures 96, so load has room for 26 mixes of methods at six batch sizes. Scratch
+memory is small beside the KV of the sequences that it is for, and goes with the last step that uses it."""
+_STEP_TIMEOUT_S = 60.0
+
+
+@dataclass(kw_only=True)
+class Captures:
+    """The graphs that have been captured: how many, and the seconds that it took."""
+
+    number: int = 0
+    seconds: float = 0.0
+
+
+class StepRunner:
+    """Places sequences in slots and launches steps over them, on one thread.
+
+        join, leave ──► launch ──► launch ──► join, leave ──► launch ──► ...
+
+    A slot stays as it is while others are placed and removed, also while a step is in flight: what is written
+    comes after that step.
+
+    Args:
+        model: on the device; used by no other thread.
+        max_batch_size: sequences that may be placed at the same time.
+        warn: called with the reason if a capture fails.
+        spec: of the heads that are attended here, if these are not all.
+        captures: counts them; several runners may share it.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: StepDevice,
+        *,
+        max_batch_size: int,
+        warn: Callable[[str], None],
+        spec: ModelSpec | None = None,
+        captures: Captures | None = None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._max_batch_size = max_batch_size
+        self._warn = warn
+        self.captures = captures or Captures()
+        self._steps: OrderedDict[tuple[Hashable, Hashable], DecodeStep] = OrderedDict()
+        self._spec = spec or model.spec
+        self._slots: BatchSlots | None = None
+        self._step: DecodeStep | None = None
+        self._num_quarantined = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return self._slots.num_sequences if self._slots is not None else 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the batch's next step may be launched before this one's tokens are read."""
+        if self._step is None or self._slots is None:
+            return False
+        return self._step.is_captured and not self._slots.sampler.needs_tokens
+
+    @property
+    def rows_are_launched(self) -> bool:
+        """Whether batched kernels attend to all rows in the last step; not known after a join or leave."""
+        return self._step is not None and self._step.attention.rows_are_launched
+
+    @property
+    def spare_slot(self) -> int | None:
+        """A slot whose sequence would better leave and join again: the step would have fewer slots."""
+        slots = self._slots
+        if slots is None or slots.num_slots <= self._num_slots(slots.num_sequences):
+            return None
+        return slots.num_slots - 1
+
+    def join(self, given: StepInput) -> int:
+        """Place a sequence. Returns its slot."""
+        with self._device.scope():
+            self._device.follow(given.written)
+            if self._slots is None:
+                arena = next(its for cache in given.caches for its in cache.regions.values())
+                num_slots = self._num_slots(self._max_batch_size)
+                self._slots = BatchSlots(self._model, self._spec, num_slots, arena)
+            slot = self._slots.free_slot()
+            self._slots.place(slot, given)
+        self._step = None
+        return slot
+
+    def last_logits(self, slot: int) -> Tensor:
+        """float32 `[V]` on the host, of the last step, which must be done; no later one may be launched."""
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            return self._slots.logits[slot].cpu()
+
+    def leave(self, slot: int) -> None:
+        """Remove a sequence, and drop all references to it."""
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            self._slots.remove(slot)
+        self._step = None
+
+    def reset(self) -> None:
+        """Forget all slots and steps, whatever state a failure has left them in. No step may be in flight."""
+        self._slots = self._step = None
+        self._steps.clear()
+
+    def launch(self, *, eager_steps: int = 0) -> LaunchedStep:
+        """Launch a step: one token for every sequence of the batch that has not ended.
+
+        Args: eager_steps: how often a step without a graph runs eagerly before it is captured.
+        """
+        assert self._slots is not None, "nothing has been placed"
+        with self._device.scope():
+            if self._device.captures and self._num_quarantined != len(quarantined()):
+                self._num_quarantined = len(quarantined())
+                self._step = None  # graphs with those kernels are not replayed
+            if self._step is None:
+                self._step = self._find_step(self._slots)
+            step, begin_s = self._step, time.monotonic()
+            if step.prepare_on(self._device, eager_steps=eager_steps, warn=self._warn):
+                self.captures.number += 1
+                self.captures.seconds += time.monotonic() - begin_s
+            step.launch()
+            wanted = (step.drawn, step.logits) if self._slots.wanting_logits else (step.drawn,)
+            (drawn, *logits), is_done = self._device.fetch(wanted)
+        return LaunchedStep(
+            host_drawn=drawn,
+            host_logits=logits[0] if logits else None,
+            is_done=is_done,
+            path=step.path,
+            errors=dict(self._slots.attention.errors),
+        )
+
+    def _find_step(self, slots: BatchSlots) -> DecodeStep:
+        num_slots = self._num_slots(slots.num_slots)
+        key = slots.shape(num_slots)
+        if key not in self._steps:
+            alike = (step.attention for (shape, _), step in self._steps.items() if shape == key[0])
+            attention = next(alike, None) or BatchAttention(slots.attention, num_slots)
+            self._steps[key] = DecodeStep(self._model, slots, num_slots, attention)
+        self._steps.move_to_end(key)
+        if len(self._steps) > MAX_STEPS:
+            self._steps.popitem(last=False)
+        return self._steps[key]
+
+    def _num_slots(self, num_sequences: int) -> int:
+        """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""
+        return in_buckets(num_sequences) if self._device.captures else num_sequences
+
+
+def lane_of(caches: Iterable[LayerCache], num_appended: int) -> int:
+    """0 for a sequence that batched kernels run whole, 1 for the others."""
+    return int(any(cache.batched(num_appended) is None for cache in caches))
+
+
+class _Place(NamedTuple):
+    """Where a sequence is, with the memory that it had when it was placed."""
+
+    lane: int
+    slot: int
+    allocation: Allocation
+
+
+@dataclass(frozen=True)
+class LaunchedBatch:
+    """A step of every lane that has sequences.
+
+    Attributes:
+        steps: by the lane's number.
+        places: of the sequences that it was launched with.
+        shadowed: a sequence whose step is repeated in torch.
+    """
+
+    steps: Mapping[int, LaunchedStep]
+    places: dict[Sequence, _Place]
+    shadowed: Sequence | None
+
+    def wait(self) -> None:
+        """Wait until the device has finished. Raises: KvferryError: it does not."""
+        for step in self.steps.values():
+            step.wait(_STEP_TIMEOUT_S)
+
+    def drawn(self) -> dict[Sequence, list[int]]:
+        """The token, whether one could be drawn, and whether the sequence's slot was active."""
+        by_lane = {lane: step.drawn() for lane, step in self.steps.items()}
+        return {sequence: by_lane[its.lane][its.slot] for sequence, its in self.places.items()}
+
+
+class Batch:
+    """Gives running sequences slots, and launches their steps.
+
+    Args: parts: the worker's ranks. If there are several, all have the same sequences in the same slots.
+
+    Attributes:
+        lanes: one or two; see above.
+        in_flight: the step that was launched last, until its tokens are handled.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: StepDevice,
+        metrics: DecodeMetrics,
+        config: DecodeConfig,
+        parts: Parts,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._metrics = metrics
+        self._shadow_check = config.shadow_check
+        self._parts = parts
+        self._captures = Captures()
+        self.lanes = [
+            StepRunner(
+                model,
+                device,
+                max_batch_size=config.max_batch_size,
+                warn=_warn_of_capture,
+                spec=parts.spec,
+                captures=self._captures,
+            )
+            for _ in range(2 if device.captures else 1)
+        ]
+        self.in_flight: LaunchedBatch | None = None
+        self._places: dict[Sequence, _Place] = {}
+        self._num_steps = 0
+        self._num_captures = 0
+
+    def place(self, sequences: Iterable[Sequence]) -> None:
+        """Give each of these sequences a slot if it has none; the other slots stay as they are."""
+        for sequence in sequences:
+            if sequence not in self._places:
+                given = _input(sequence, sequence.num_appended)
+                lane = lane_of(given.caches, given.num_appended) if len(self.lanes) > 1 else 0
+                slot = self.lanes[lane].join(given)
+                self._parts.tell_others("place", slot, sequence.name, sequence.num_appended)
+                self._places[sequence] = _Place(lane, slot, sequence.allocation)
+
+    def vacate(self, spare: tuple[int, int] | None = None) -> tuple[int, int] | None:
+        """Empty the slots of sequences that have ended or moved. Args: spare: one more, with its lane.
+
+        Returns: a spare slot that is left (`StepRunner.spare_slot`), with its lane.
+        """
+        for sequence, place in list(self._places.items()):
+            is_running = sequence.state is SequenceState.RUNNING and sequence.is_in_arena
+            if not is_running or sequence.allocation is not place.allocation or place[:2] == spare:
+                self._remove(sequence)
+        for lane, runner in enumerate(self.lanes):
+            if (slot := runner.spare_slot) is not None:
+                return lane, slot
+        return None
+
+    @property
+    def num_placed(self) -> int:
+        return len(self._places)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `StepRunner.runs_ahead`."""
+        return all([runner.runs_ahead for runner in self.lanes if runner.num_sequences])
+
+    def launch(self, *, eager_steps: int) -> LaunchedBatch:
+        """Launch a step of every lane that has sequences. Args: as of `StepRunner.launch`."""
+        steps: dict[int, LaunchedStep] = {}
+        for lane, runner in enumerate(self.lanes):
+            if runner.num_sequences:
+                steps[lane] = step = runner.launch(eager_steps=eager_steps)
+                self._metrics.decode_steps.labels(step.path.name, step.path.reason).inc()
+        if self._captures.number > self._num_captures:
+            self.count_captures("load")
+        return LaunchedBatch(steps, dict(self._places), self._next_shadowed() if self._shadow_check else None)
+
+    def count_captures(self, when: Literal["warm_up", "load"]) -> None:
+        """Count the captures since the last call."""
+        self._metrics.captures.labels(when).inc(self._captures.number - self._num_captures)
+        self._num_captures = self._captures.number
+
+    def await_step(self) -> None:
+        """Wait for the step in flight; its tokens are handled later."""
+        if self.in_flight is not None:
+            self.in_flight.wait()
+
+    def token(
+        self, sequence: Sequence, launched: LaunchedBatch, token_id: int, *, is_valid: bool
+    ) -> SampledToken:
+        """The sequence's next token, of a step that is done.
+
+        Args: token_id, is_valid: see `LaunchedBatch.drawn`.
+        Raises: Exception: why the sequence fails.
+        """
+        lane, slot, _ = launched.places[sequence]
+        step = launched.steps[lane]
+        if slot in step.errors:
+            raise step.errors[slot]
+        if not is_valid and (refusal := sequence.sampler.refusal()).reason != "invalid_logits":
+            raise refusal  # the grammar's doing, and no kernel's
+        if not is_valid or launched.shadowed is sequence:
+            logits = self._second_opinion(sequence, lane, slot, is_valid)
+            if logits is not None:
+                token = sequence.sampler.sample(logits)
+                # it leaves until the next step, which then begins with what the host knows
+                self._remove(sequence)
+                if self.in_flight is not None:  # launched without it: for the device it had ended
+                    self.in_flight.places.pop(sequence, None)
+                return token
+        if not is_valid:
+            raise sequence.sampler.refusal()
+        logits = None if step.host_logits is None else step.host_logits[slot]
+        return sequence.sampler.accept(token_id, logits)
+
+    def reset(self) -> None:
+        """Forget all sequences and steps, whatever state a failure has left them in."""
+        self.in_flight = None
+        self._places = {}
+        for runner in self.lanes:
+            runner.reset()
+        with suppress(WorkerUnavailable):  # nothing is left of a lost rank
+            self._parts.tell_others("reset")
+
+    def _remove(self, sequence: Sequence) -> None:
+        lane, slot, _ = self._places.pop(sequence)
+        self.lanes[lane].leave(slot)
+        self._parts.tell_others("vacate", slot)
+
+    def _next_shadowed(self) -> Sequence | None:
+        """The sequence whose step is repeated, in turn, if this step's turn has come."""
+        self._num_steps += 1
+        if self._num_steps % self._shadow_check:
+            return None
+        return list(self._places)[self._num_steps // self._shadow_check % len(self._places)]
+
+    def _second_opinion(self, sequence: Sequence, lane: int, slot: int, is_valid: bool) -> Tensor | None:
+        """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
+        stand, or nothing better can be had."""
+        if self._parts.num_ranks > 1:
+            return None  # each rank has a part of the sequence
+        shadow = ShadowStep(self._model, _input(sequence, sequence.num_appended - 1))
+        if not shadow.is_possible or not (shadow.ops if is_valid else shadow.has_kernels):
+            return None
+        with self._device.scope():
+            opinion, logits = shadow.judge(self.lanes[lane].last_logits(slot) if is_valid else None)
+        self._metrics.shadow_checks.labels(opinion).inc()
+        return logits if opinion == "kernel_wrong" else None
+
+
+def _input(sequence: Sequence, num_appended: int) -> StepInput:
+    """Args: num_appended: rows of new tokens before the step."""
+    return StepInput(
+        caches=sequence.caches,
+        num_appended=num_appended,
+        token_id=sequence.token_ids[-1],
+        position=sequence.position,
+        num_left=sequence.num_left,
+        stop_ids=sequence.stop_token_ids,
+        sampler=sequence.sampler,
+        written=sequence.written,
+    )
+
+
+def _warn_of_capture(reason: str) -> None:
+    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)
