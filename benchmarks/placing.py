@@ -28,7 +28,7 @@ import torch
 from kvferry.kernels import dispatch
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.kernels.packed.packing import pack_layer
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import StepDevice, StepInput
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats

@@ -17,7 +17,7 @@ from timing import Clock
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import LaunchedStep, StepInput
 from kvferry.shared.cache.arena import LayerLayout, SequenceLayout, sequence_layout
 from kvferry.shared.compression.formats import compress_layer, make_formats

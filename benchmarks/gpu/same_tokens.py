@@ -16,7 +16,7 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats

@@ -19,12 +19,13 @@ import structlog
 import torch
 
 from kvferry.kernels.quarantine import is_lost
-from kvferry.services.decode.batch import Batch, LaunchedBatch, StepRunner
+from kvferry.services.decode.batch import Batch, LaunchedBatch
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import EAGER_STEPS
 from kvferry.shared.control.messages import (
     FinishReason,

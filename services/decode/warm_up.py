@@ -22,8 +22,8 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.hsa.batch import EMPTY_HEAD, HsaScratch, SparseRows, SparseSize
 from kvferry.kernels.quarantine import attempt, is_lost
-from kvferry.services.decode.batch import StepRunner, lane_of
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.slots import StepRunner, lane_of
 from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.formats import make_formats

@@ -17,7 +17,7 @@ import torch
 from kvferry.kernels import dispatch
 from kvferry.kernels.cases import op_checks
 from kvferry.kernels.rehearsal import GPUS, rehearsal
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import StepDevice
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena

@@ -17,7 +17,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from kvferry.kernels.rehearsal import GPUS, rehearsal
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import StepDevice, StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.compress import compress_prompt

@@ -19,9 +19,9 @@ from kvtest.steps import CountingDevice, ReplayingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels import dispatch
-from kvferry.services.decode import batch, engine
+from kvferry.services.decode import engine, slots
 from kvferry.services.decode.attention import BatchAttention
-from kvferry.services.decode.batch import StepRunner
+from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import EAGER_STEPS, BatchSlots, DecodeStep, StepInput
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
@@ -315,7 +315,7 @@ def test_a_capture_after_eager_steps_is_told_that_it_needs_no_warm_up(small_mode
 
 @torch.inference_mode()
 def test_the_steps_used_last_stay_and_share_their_attention(monkeypatch, small_model, request_of):
-    monkeypatch.setattr(batch, "MAX_STEPS", 2)
+    monkeypatch.setattr(slots, "MAX_STEPS", 2)
     device = CountingDevice()
     runner, given = runner_of_dense(small_model(), request_of, device)
     drawn = replace(given, sampler=SequenceSampler(SamplingParams(max_tokens=8, temperature=1.0), (5,), 50))

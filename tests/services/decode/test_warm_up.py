@@ -12,8 +12,8 @@ from kvferry.kernels import dispatch, quarantine
 from kvferry.kernels.hsa import triton_kernel
 from kvferry.kernels.native import library as native
 from kvferry.services.decode import engine
-from kvferry.services.decode.batch import MAX_STEPS, StepRunner
 from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.slots import MAX_STEPS, StepRunner
 from kvferry.services.decode.warm_up import SAMPLING, batch_sizes
 from kvferry.shared.device import warm_up
 from kvferry.shared.model.loading import load_model

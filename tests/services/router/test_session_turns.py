@@ -14,7 +14,7 @@ from kvtest.router import scripted_token
 from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
-from kvferry.services.router.turn.worker_pool import served_model
+from kvferry.services.router.turn.runner import served_model
 from kvferry.shared.errors import HistoryMiss, TransferFailed
 
 FIRST = {"role": "user", "content": "the red castle ."}

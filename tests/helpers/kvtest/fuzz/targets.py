@@ -305,7 +305,7 @@ def read_record(case: Case) -> str:
         return f"{kind} {error.reason}"
     if isinstance(record, LayerHeader):
         cursor = TransferCursor(record.layer + 1)
-        cursor._layer = record.layer - 1
+        cursor.layer = record.layer - 1
         try:
             cursor.pass_layer(0, record)
         except TransferFailed as error:
