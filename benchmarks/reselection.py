@@ -65,11 +65,17 @@ class Measured:
         captured = self._generator.capture(list(prompt))
         assert captured.logits is not None
         full = self._generator.compress(captured, plan=plan_for("full"), max_new_tokens=MAX_NEW_TOKENS)
-        rows, tokens = [captured.logits], [int(captured.logits.argmax())]
+        tokens = [int(captured.logits.argmax())]
         while tokens[-1] not in self._model.spec.eos_token_ids and len(tokens) < MAX_NEW_TOKENS:
-            rows.append(full.step(tokens[-1]))
-            tokens.append(int(rows[-1].argmax()))
-        return Answer(captured=captured, tokens=tokens, logprobs=torch.stack(rows).log_softmax(-1))
+            tokens.append(int(full.step(tokens[-1]).argmax()))
+        return Answer(captured=captured, tokens=tokens, logprobs=self.fed(captured, tokens))
+
+    def fed(self, captured: CapturedPrompt, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the full cache's log-probabilities `[n, V]` before each of these tokens."""
+        assert captured.logits is not None
+        full = self._generator.compress(captured, plan=plan_for("full"), max_new_tokens=MAX_NEW_TOKENS)
+        rows = [captured.logits, *(full.step(token) for token in tokens[:-1])]
+        return torch.stack(rows).log_softmax(-1)
 
     def divergences(self, answer: Answer, plan: CompressionPlan, target: Target, every: int) -> list[float]:
         """Return the KL from the full cache before each token of the answer but the first, in nats."""
