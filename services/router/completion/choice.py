@@ -277,9 +277,8 @@ class Choice:
         fields: dict[str, Any] = {}
         if self.calls:
             fields["tool_calls"] = [
-                {**call, "function": {**given, "arguments": read_arguments(given["arguments"])}}
-                for call in self.calls
-                for given in (call["function"],)
+                {**call, "function": {**function, "arguments": read_arguments(function["arguments"])}}
+                for call, function in ((call, call["function"]) for call in self.calls)
             ]
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning.strip()
