@@ -164,7 +164,8 @@ def main() -> None:
         sys.stderr.write("answers\n")
         add_answers(checkouts, figures, given.requests)
         commits = [its.commit() for its in checkouts]
-    result = {"command": sys.argv, "before": commits[0], "after": commits[1], "ratios": {}}
+    command = ["BEFORE" if argument == str(given.before) else argument for argument in sys.argv]
+    result = {"command": command, "before": commits[0], "after": commits[1], "ratios": {}}
     for name in figures[0]:
         before, after, again = (statistics.median(its[name]) for its in figures)
         result["ratios"][name] = {
