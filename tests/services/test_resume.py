@@ -101,6 +101,12 @@ class CutPair:
         return sum(s.value for s in families[name].samples if s.name == f"{name}_total")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a new connection may take long."""
+    kit.resume_within(monkeypatch, WAIT_S)
+
+
 @pytest.fixture(scope="module")
 def model(demo_model_dir: Path) -> LanguageModel:
     return load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=1024)

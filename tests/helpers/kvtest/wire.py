@@ -18,7 +18,7 @@ from kvferry.shared.control.messages import Ticket
 from kvferry.shared.errors import KvferryError
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.trust.certs import PEERS, BlockKeys, Role
-from kvferry.shared.wire import shared_memory
+from kvferry.shared.wire import outgoing, receiver, shared_memory
 from kvferry.shared.wire.channel import (
     Channel,
     ListeningChannel,
@@ -179,6 +179,12 @@ class Wire:
 
     def _on_late_block(self) -> None:
         self.late_blocks += 1
+
+
+def resume_within(monkeypatch: pytest.MonkeyPatch, within_s: float) -> None:
+    """Have both ends wait so long for a connection that replaces a lost one."""
+    for module in (outgoing, receiver):
+        monkeypatch.setattr(module, "RESUME_S", within_s)
 
 
 def block_keys(role: Role) -> BlockKeys:

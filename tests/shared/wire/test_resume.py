@@ -24,6 +24,12 @@ ROWS = (40, 0, 200, 90)
 """A layer without a row is a message without a tensor's byte."""
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a new connection may take long."""
+    kit.resume_within(monkeypatch, kit.WAIT_S)
+
+
 @pytest.fixture
 def cut_sink() -> RecordingSink:
     return RecordingSink()
@@ -142,8 +148,9 @@ def test_an_abort_after_a_cut_frees_both_ends(
 
 
 def test_a_receiver_that_does_not_come_back_is_lost(
-    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kit.resume_within(monkeypatch, 0.5)
     manifest, layers, _ = cut_manifest()
     ticket = kit.make_ticket(manifest, proxy.endpoint, credit_bytes=CREDIT_BYTES)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
