@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from cpu_decode import commit, cpu_name
 
-from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.draft import greedy, run_draft
 from kvferry.shared.compression.plan import ParamValue, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
@@ -42,8 +42,8 @@ ANSWER_TOKENS = 64
 
 
 def compression(model: TransformersModel, captured: CapturedPrompt, method: str) -> Callable[[], object]:
-    """A call that drafts, where the method does, and compresses the whole prompt with the budget of a method,
-    perhaps NAME:PARAMETER=VALUE."""
+    """A call that compresses the whole prompt with the budget of a method, perhaps NAME:PARAMETER=VALUE; a
+    draft, whose tokens are the answer's own, is there before."""
     spec, (name, *changes) = model.spec, method.split(":")
     overrides: dict[str, ParamValue] = {}
     for change in changes:
@@ -60,14 +60,10 @@ def compression(model: TransformersModel, captured: CapturedPrompt, method: str)
     num_draft, logits = num_draft_tokens(resolved), captured.logits
     assert logits is not None
 
-    def compress() -> None:
-        if num_draft:
-            drafted = add_draft(model, captured.layers, logits=logits, num_draft=num_draft)
-            compress_prompt(spec, resolved, drafted)
-        else:
-            compress_prompt(spec, resolved, captured.layers)
-
-    return compress
+    layers = captured.layers
+    if num_draft:
+        layers = run_draft(model, layers, logits=logits, draw=greedy(spec, num_draft)).layers
+    return lambda: compress_prompt(spec, resolved, layers)
 
 
 def measure(

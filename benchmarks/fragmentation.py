@@ -29,9 +29,10 @@ from typing import Any, cast
 
 import torch
 
+from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.parts import Parts
-from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState
+from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import Budget

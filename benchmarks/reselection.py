@@ -108,7 +108,8 @@ class Measured:
             queries = later.queries[:, :, num_prompt:]
             if not takes_ahead:
                 return replace(prompt, queries=queries)
-            return replace(prompt, ahead=Ahead(queries=queries, keys=later.keys[:, num_prompt:]))
+            keys, values = later.keys[:, num_prompt:], later.values[:, num_prompt:]
+            return replace(prompt, ahead=Ahead(queries=queries, keys=keys, values=values))
 
         layers = tuple(map(inputs_of, answer.captured.layers, grown.layers))
         chosen = self._compress(replace(answer.captured, layers=layers, drafts={}), contender)

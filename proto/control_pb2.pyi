@@ -1116,21 +1116,25 @@ class PrefillEvent(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TRANSFER_DONE_FIELD_NUMBER: _builtins.int
+    TOKEN_GENERATED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def transfer_done(self) -> Global___TransferDone: ...
+    @_builtins.property
+    def token_generated(self) -> Global___TokenGenerated: ...
     def __init__(
         self,
         *,
         first_token: Global___FirstToken | None = ...,
         transfer_done: Global___TransferDone | None = ...,
+        token_generated: Global___TokenGenerated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "transfer_done", b"transfer_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "token_generated", b"token_generated", "transfer_done", b"transfer_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "transfer_done", b"transfer_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "token_generated", b"token_generated", "transfer_done", b"transfer_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "transfer_done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "transfer_done", "token_generated"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

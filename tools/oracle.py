@@ -18,18 +18,13 @@ from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.compress import (
-    WaitingLayer,
     compress_prompt,
-    compress_waiting,
-    in_layer_order,
-    measure_layer,
 )
-from kvferry.shared.compression.draft import add_draft
-from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.draft import Drafted, greedy, run_draft
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured, num_draft_tokens
+from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
@@ -37,9 +32,7 @@ from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle_decode import LayerKV, OracleDecode
-
-States = dict[int, Tensors]
-"""Layers' states by layer, of one sequence."""
+from kvferry.tools.oracle_prefill import OraclePrefill, PassStates, States
 
 
 @dataclass(kw_only=True)
@@ -72,14 +65,14 @@ class CapturedPrompt:
         layers: queries of the new tokens, K and V of all tokens; one entry per layer that attends.
         states: after the last token, by layer.
         logits: float32 `[V]` after the last token; None for a prefix.
-        drafts: the layers with a draft, by its most tokens, as far as they have been asked for.
+        drafts: greedy drafts by their most tokens, as far as they have been asked for.
     """
 
     token_ids: tuple[int, ...]
     layers: tuple[LayerInputs, ...]
     logits: Tensor | None
     states: States = field(default_factory=dict)
-    drafts: dict[int, tuple[LayerInputs, ...]] = field(default_factory=dict)
+    drafts: dict[int, Drafted] = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
         """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
@@ -116,21 +109,6 @@ class CapturedPrompt:
         return replace(self, layers=layers)
 
 
-class _PassStates:
-    """Implements `LayerStates` for one pass. Args: earlier: the states before it."""
-
-    def __init__(self, earlier: States) -> None:
-        self._earlier = earlier
-        self.after: States = {}
-
-    def load(self, layer: int) -> dict[str, Tensor] | None:
-        state = self._earlier.get(layer)
-        return None if state is None else {name: its[None].clone() for name, its in state.items()}
-
-    def store(self, layer: int, state: Tensors) -> None:
-        self.after[layer] = {name: its[0].clone() for name, its in state.items()}
-
-
 class _Capture:
     """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
 
@@ -150,61 +128,36 @@ class _Capture:
         self.layers.append(LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling))
 
 
-class _Prefill:
-    """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
-
-    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: dict[int, LayerKV]) -> None:
-        self._model = model
-        self._resolved = resolved
-        self._history = history
-        self._formats = make_formats(model.spec, resolved)
-        self._num_draft = num_draft_tokens(resolved)
-        self._drafting: list[LayerInputs] = []
-        self._waiting: list[WaitingLayer] = []
-        self._compressed: dict[int, Tensors] = {}
-        self.full: dict[int, LayerKV] = {}
-
-    def history(self, layer: int) -> LayerKV | None:
-        return self._history[layer] if self._history else None
-
-    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        full = self.full[layer] = keys.clone(), values.clone()
-        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
-        if self._num_draft:
-            self._drafting.append(replace(inputs, queries=queries.clone()))
-        elif is_measured(self._resolved):
-            self._waiting.append(measure_layer(self._resolved, inputs))
-        else:
-            self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
-
-    def finish(self, states: States, logits: Tensor) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-        """After the last layer: the plan with each layer's own rows, and each layer's tensors.
-
-        Args: states, logits: after the prompt.
-        """
-        if self._drafting:
-            layers = add_draft(
-                self._model, self._drafting, logits=logits, num_draft=self._num_draft, states=states
-            )
-            return compress_prompt(self._model.spec, self._resolved, layers, states)
-        if self._waiting:
-            return compress_waiting(self._model.spec, self._resolved, self._waiting, states)
-        return self._resolved, in_layer_order(self._model.spec, self._compressed, states)
-
-
 class Continuation:
     """Decode from a compressed prompt, one token at a time, with tokens chosen by the caller.
+
+    While they are those of the draft, they are not run again: their rows are the draft's, and so are the
+    logits after them.
+
+    Attributes: drafted: the draft, until another token than its next one is chosen; None without one.
 
     Args:
         compressed: the compressed prompt, one entry per layer.
     """
 
-    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, compressed: tuple[Tensors, ...]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        resolved: ResolvedPlan,
+        compressed: tuple[Tensors, ...],
+        drafted: Drafted | None = None,
+    ) -> None:
+        self.drafted = drafted
         self.resolved = resolved
         self.compressed = compressed
         self._model = model
         self._num_tokens = resolved.num_prompt_tokens
         self._decode = OracleDecode(model.spec, resolved, compressed)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's."""
+        return self._model.spec
 
     def step(self, token_id: int, *, dense: bool = False) -> Tensor:
         """Append a token; returns the float32 logits `[V]` after it.
@@ -214,10 +167,22 @@ class Continuation:
         """
         return step_together([self], [token_id], dense=dense)[0]
 
+    def follow_draft(self, token_id: int) -> Tensor | None:
+        """Append a token of the draft; returns the float32 logits `[V]` after it, or None where the draft has
+        ended or had another token."""
+        drafted, number = self.drafted, self._num_tokens - self.resolved.num_prompt_tokens
+        if drafted is None or number >= len(drafted.tokens) or drafted.tokens[number].token_id != token_id:
+            self.drafted = None
+            return None
+        token = drafted.tokens[number]
+        self._decode.append(drafted.layers, number, token.states)
+        self._num_tokens += 1
+        return token.logits
+
     def continuing(self, other: Continuation) -> Continuation:
         """Return a continuation from where the other one is, with this one's rows of the prompt."""
         found = copy.copy(self)
-        found._decode = self._decode.continuing(other._decode)
+        found._decode, found.drafted = self._decode.continuing(other._decode), None
         found._num_tokens = other._num_tokens
         return found
 
@@ -236,6 +201,16 @@ def step_together(
     Args: token_ids, dense: as in `Continuation.step`.
     Returns: float32 logits `[B, V]`.
     """
+    drafted = [c.follow_draft(token_id) for c, token_id in zip(continuations, token_ids, strict=True)]
+    run = [i for i, logits in enumerate(drafted) if logits is None]
+    if run:
+        chosen = [continuations[i] for i in run]
+        for i, logits in zip(run, _run_together(chosen, [token_ids[i] for i in run], dense), strict=True):
+            drafted[i] = logits
+    return torch.stack([logits for logits in drafted if logits is not None])
+
+
+def _run_together(continuations: Sequence[Continuation], token_ids: Sequence[int], dense: bool) -> Tensor:
     model = continuations[0]._model
     attentions = [c._decode.densely if dense else c._decode for c in continuations]
 
@@ -281,6 +256,7 @@ class OneProcessGenerator:
         session: OracleSession | None = None,
         cut_off_after: int = 0,
         matcher: TokenMatcher | None = None,
+        has_siblings: bool = False,
     ) -> list[SampledToken]:
         """Prefill, compress, and decode to the end of the completion. Stop strings are ignored.
 
@@ -291,6 +267,7 @@ class OneProcessGenerator:
             cut_off_after: if not 0, the number of tokens after which the client disconnects. This differs
                 from a smaller `max_tokens`, with which a plan may select other rows.
             matcher: at the beginning of the sampling's grammar, where it has one.
+            has_siblings: whether it is one of several completions of the prompt.
 
         Returns:
             The completion's tokens, including a final end-of-sequence token.
@@ -307,8 +284,8 @@ class OneProcessGenerator:
         reused = session.reusable(prompt_token_ids, spec) if session else 0
         earlier = session.layers if session and reused else {}
         history = {layer: (k[:, :reused], v[:, :reused]) for layer, (k, v) in earlier.items()}
-        prefill = _Prefill(self._model, resolved, history)
-        states = _PassStates(session.states.get(reused, {}) if session else {})
+        prefill = OraclePrefill(self._model, resolved, history)
+        states = PassStates(session.states.get(reused, {}) if session else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=prefill, states=states)
 
@@ -319,10 +296,22 @@ class OneProcessGenerator:
             eos_token_ids=spec.eos_token_ids,
             matcher=matcher,
         )
-        tokens = [sampler.sample(logits)]
-        decode = OracleDecode(spec, *prefill.finish(states.after, logits))
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
+        tokens, most_drafted = list[SampledToken](), min(num_draft_tokens(resolved), sampling.max_tokens - 1)
+
+        def draw(logits: Tensor) -> int | None:
+            token = sampler.sample(logits)
+            tokens.append(token)
+            return None if token.token_id in stop_ids or len(tokens) > most_drafted else token.token_id
+
+        measured, compressed, drafted = prefill.finish(states.after, logits, None if has_siblings else draw)
+        if not tokens:
+            tokens.append(sampler.sample(logits))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
+        decode = OracleDecode(spec, measured, compressed)
+        for number, its in enumerate(drafted.tokens[: most - 1] if drafted is not None else ()):
+            decode.append(drafted.layers, number, its.states)
+        del tokens[most:]
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
             logits = self._model.decode(
                 torch.tensor([tokens[-1].token_id], device=self._model.device),
@@ -355,7 +344,7 @@ class OneProcessGenerator:
         if earlier is not None and earlier.states and reused < len(earlier.token_ids):
             reused = 0  # a state has no prefix
         observer = _Capture(self._model, earlier, reused)
-        states = _PassStates(earlier.states if earlier is not None and reused else {})
+        states = PassStates(earlier.states if earlier is not None and reused else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=observer, states=states)
         return CapturedPrompt(
@@ -387,23 +376,27 @@ class OneProcessGenerator:
             head_dim=spec.head_dim,
             layers=spec.layers,
         )
-        layers = self._drafted(captured, num_draft_tokens(resolved))
+        drafted = self._drafted(captured, min(num_draft_tokens(resolved), max_new_tokens - 1))
+        layers = captured.layers if drafted is None else drafted.layers
         measured, compressed = compress_prompt(spec, resolved, layers, captured.states)
-        return Continuation(self._model, measured, compressed)
+        return Continuation(self._model, measured, compressed, drafted)
 
-    def _drafted(self, captured: CapturedPrompt, num_draft: int) -> tuple[LayerInputs, ...]:
-        """The layers with a draft of so many tokens; drafted once."""
+    def _drafted(self, captured: CapturedPrompt, num_draft: int) -> Drafted | None:
+        """The prompt with a greedy draft of so many tokens; drafted once."""
         if not num_draft:
-            return captured.layers
+            return None
         if num_draft not in captured.drafts:
             logits = captured.logits
             if logits is None:
                 logits = self.capture(list(captured.token_ids), earlier=captured).logits
                 assert logits is not None
-            layers = add_draft(
-                self._model, captured.layers, logits=logits, num_draft=num_draft, states=captured.states
+            captured.drafts[num_draft] = run_draft(
+                self._model,
+                captured.layers,
+                logits=logits,
+                draw=greedy(self._model.spec, num_draft),
+                states=captured.states,
             )
-            captured.drafts[num_draft] = tuple(layers)
         return captured.drafts[num_draft]
 
 

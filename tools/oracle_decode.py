@@ -6,12 +6,16 @@ Private to `oracle.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats import make_formats, naive_layer
+from kvferry.shared.compression.formats.drafted import append_naively
 from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
 from kvferry.shared.compression.formats.state import NaiveState
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
 
@@ -47,6 +51,16 @@ class OracleDecode:
             layer.new_rows = later.new_rows
         found.generated = [list(rows) for rows in other.generated]
         return found
+
+    def append(self, layers: Sequence[LayerInputs], number: int, states: Mapping[int, Tensors]) -> None:
+        """Append a token of a draft. Args: layers: with the draft; number: of the token; states: after it."""
+        for its in layers:
+            assert its.ahead is not None, "there is a draft"
+            append_naively(self._layers[its.layer], its.ahead, number)
+            row = its.ahead.keys[:, number : number + 1], its.ahead.values[:, number : number + 1]
+            self.generated[its.layer].append(row)
+        for layer, state in states.items():
+            self._layers[layer] = NaiveState(state)
 
     @property
     def states(self) -> dict[int, Tensors]:

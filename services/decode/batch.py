@@ -231,7 +231,7 @@ def _input(sequence: Sequence, num_appended: int) -> StepInput:
         token_id=sequence.token_ids[-1],
         position=sequence.position,
         num_left=sequence.num_left,
-        stop_ids=sequence.stop_token_ids,
+        stop_ids=sequence.ending.stop_token_ids,
         sampler=sequence.sampler,
         written=sequence.written,
     )

@@ -22,9 +22,10 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.batch import Batch, LaunchedBatch
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.cuda_device import step_device
+from kvferry.services.decode.events import EventStream, deliver
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.parts import Parts
-from kvferry.services.decode.sequence import EventStream, Sequence, SequenceState, deliver
+from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import EAGER_STEPS
 from kvferry.shared.control.messages import (
@@ -274,15 +275,18 @@ class DecodeEngine:
         self._running = [s for s in self._running if s.state is SequenceState.RUNNING]
 
     def _begin(self, sequence: Sequence) -> None:
-        """Count the token that prefill sampled; it may already end the completion."""
+        """Count the tokens that prefill sampled; the last may already end the completion."""
         self._num_arrived += 1
         sequence.arrival = self._num_arrived
         self._waiting.append(sequence)
         first_token = sequence.first_token
         assert first_token is not None, "the sequence has arrived"
         try:
-            sequence.sampler.observe(first_token.token_id)
-            reason = sequence.take(first_token)
+            for token_id in (*sequence.draft, first_token.token_id):
+                sequence.sampler.observe(token_id)
+                if (reason := sequence.take(token_id)) is not None:
+                    break
+            sequence.num_appended = sequence.num_tokens - 1
         except Exception as error:
             self._fail(sequence, error)
         else:
@@ -346,7 +350,7 @@ class DecodeEngine:
             sequence.num_appended += 1
             try:
                 token = self._batch.token(sequence, launched, token_id, is_valid=bool(is_valid))
-                reason = sequence.take(token)
+                reason = sequence.take(token_id)
             except Exception as failure:  # an error of one sequence must not fail the batch
                 self._fail(sequence, failure)
                 continue
@@ -363,7 +367,7 @@ class DecodeEngine:
             self._deliver()
         for sequence, reason in taken:
             sequence.metrics.decode_tokens.labels(self._model.spec.name, sequence.resolved.method).inc()
-            if sequence.num_appended == 1:
+            if sequence.num_appended == len(sequence.draft) + 1:
                 sequence.enter_stage("decode")
             if reason is not None:
                 self._finish(sequence, reason)

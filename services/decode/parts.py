@@ -349,14 +349,23 @@ def retained_layout(
 
 
 def checked_first_token(
-    token: SampledToken | None, request: GenerateRequest, spec: ModelSpec
+    token: SampledToken | None, request: GenerateRequest, spec: ModelSpec, draft: tuple[int, ...] = ()
 ) -> SampledToken:
-    """The token that prefill sampled for a request. Raises: TransferFailed: it cannot be that."""
-    index = request.sampling.first_index
+    """The token that prefill sampled for a request, after those of a draft.
+
+    Raises: TransferFailed: it cannot be that, or the draft not the request's.
+    """
+    index = request.sampling.first_index + len(draft)
     if token is None or token.index != index or not 0 <= token.token_id < spec.vocab_size:
         raise TransferFailed(
             f"the prompt's first token is {token}; it must have index {index} and an id of 0 to "
             f"{spec.vocab_size - 1}",
             reason="first_token",
+        )
+    if draft and (request.num_siblings or max(draft) >= spec.vocab_size):
+        raise TransferFailed(
+            f"the prompt's draft has {len(draft)} tokens of ids up to {max(draft)}; ids of 0 to "
+            f"{spec.vocab_size - 1} are allowed, and no draft where {request.num_siblings} siblings share it",
+            reason="draft",
         )
     return token

@@ -8,10 +8,9 @@ tensor's bytes go and checks them; blocks may split tensors at any byte. `Reserv
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvferry.services.decode.cache_writer import CacheWriter
 from kvferry.shared.cache.arena import ArenaCopier, SequenceLayout, sequence_layout
-from kvferry.shared.cache.delta import DeltaLayer, PinnedRows, Positions, RetainedChain
+from kvferry.shared.cache.delta import PinnedRows, Positions, RetainedChain
 from kvferry.shared.compression.compress import with_layer_rows
-from kvferry.shared.compression.formats import compacted, make_formats
-from kvferry.shared.compression.formats.interface import InvalidTensors, LayerCache, LayerFormat
-from kvferry.shared.compression.interface import TensorSpec
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.errors import KvferryError, LeaseExpired, ProtocolMismatch, TransferFailed
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.wire.messages import (
@@ -42,120 +41,6 @@ _EXPECT_TIMEOUT_S = 30.0
 """How long an awaited transfer waits for this rank to be told of it, which happens between two steps."""
 _ASK_INTERVAL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
-
-
-class CacheWriter:
-    """Writes one sequence's layers, in order.
-
-        begin_layer ──► write ... write ──last byte──► the layer is checked and opened ──► begin_layer ...
-
-    Args:
-        buffer: the sequence's arena bytes, uint8 `[layout.size_bytes or more]`.
-        copier: shared with the other transfers of the receiver's thread.
-        pinned: rows of the session's last turns that are not sent again; None if everything is sent.
-    """
-
-    def __init__(
-        self, layout: SequenceLayout, buffer: Tensor, copier: ArenaCopier, *, pinned: PinnedRows | None = None
-    ) -> None:
-        self._layout = layout
-        self._receiving: LayerFormat | DeltaLayer
-        """Of the layer that has begun."""
-        self._buffer = buffer
-        self._copier = copier
-        self._pinned = pinned
-        self._caches: list[LayerCache] = []
-        self._regions: Mapping[str, Tensor] = {}
-        self._tensors: dict[str, Tensor] = {}
-        self._pieces: list[Tensor] = []
-        self._missing_bytes = 0
-
-    def begin_layer(self, header: LayerHeader) -> None:
-        """Start the next layer.
-
-        Raises:
-            TransferFailed, ProtocolMismatch: it is not the next layer, or its tensors are not those of its
-                format.
-        """
-        layer = len(self._caches)
-        if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
-            raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
-        specs = {
-            its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
-        }
-        try:
-            place = self._layout.layers[layer]
-            self._regions = place.views(self._buffer)
-            self._receiving = place.format
-            if (pinned := self._pinned) is not None:
-                rows = [layers[layer] for layers in pinned.layers]
-                self._receiving = DeltaLayer(place.format, layer, pinned.chain, rows)
-            self._tensors = self._receiving.receive(specs, self._regions)
-        except InvalidTensors as error:
-            raise layer_failed(layer, error) from error
-        self._pieces = [_as_bytes(its) for its in self._tensors.values()]
-        self._missing_bytes = sum([its.size_bytes for its in specs.values()])
-        self._open_when_complete()
-
-    def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """Write one block of the current layer.
-
-        Raises: TransferFailed, ProtocolMismatch: the layer is now complete, and its content is invalid.
-        """
-        pieces, done = self._pieces[header.tensor], 0
-        self._copier.load(payload)
-        while done < payload.nbytes:
-            piece, within = divmod(header.offset + done, pieces.shape[1])
-            count = min(payload.nbytes - done, pieces.shape[1] - within)
-            self._copier.copy(pieces[piece, within : within + count], done)
-            done += count
-        self._missing_bytes -= done
-        self._open_when_complete()
-
-    def finish(self) -> tuple[LayerCache, ...]:
-        """All layers, once what the device checks is known.
-
-        Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
-        """
-        if len(self._caches) != len(self._layout.layers):
-            raise TransferFailed(
-                f"layer {len(self._caches)} is incomplete: {self._missing_bytes} bytes are missing",
-                reason="incomplete",
-            )
-        for layer, cache in enumerate(self._caches):
-            try:
-                cache.settle()
-            except InvalidTensors as error:
-                raise layer_failed(layer, error) from error
-        return tuple(self._caches)
-
-    def _open_when_complete(self) -> None:
-        if self._missing_bytes:
-            return
-        layer = len(self._caches)
-        try:
-            cache = self._receiving.open(self._regions, self._tensors)
-            if cache.format.segments is not None:
-                cache = compacted(cache)
-            self._layout.layers[layer].format.check_finite(self._tensors)
-        except InvalidTensors as error:
-            raise layer_failed(layer, error) from error
-        self._caches.append(cache)
-        self._tensors, self._pieces = {}, []
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as uint8 `[pieces, bytes]` with contiguous pieces: one, or one per KV head."""
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)[None]
-    size = (tensor.shape[0], math.prod(tensor.shape[1:]))
-    return tensor.as_strided(size, (tensor.stride(0), 1)).view(torch.uint8)
-
-
-def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
-    """Why a transfer ends whose layer has invalid tensors."""
-    kind = ProtocolMismatch if error.reason == "layout_version" else TransferFailed
-    return kind(f"layer {layer}: {error}", reason=error.reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +188,7 @@ class PartReceiver:
 
     def commit(self, end: EndRecord) -> None:
         """See `BlockSink.commit`. Raises: KvferryError: also what the leading rank says of it."""
-        incoming = self._run(end.key, CacheWriter.finish)
+        incoming = self._run(end.key, CacheWriter.finish, len(end.draft))
         self._incoming.pop(end.key, None)
         part = incoming.part
         is_plain = all([cache.format.is_plain for cache in part.caches])
@@ -312,7 +197,7 @@ class PartReceiver:
             prompt_bytes=sum([cache.used_bytes(0) for cache in part.caches]),
             positions=tuple([cache.positions for cache in part.caches]) if is_plain else (),
         )
-        self._note("arrived", part.key, arrived, end.first_token)
+        self._note("arrived", part.key, arrived, end.draft, end.first_token)
 
     def abort(self, key: TransferKey, reason: str) -> None:
         """See `BlockSink.abort`."""
@@ -365,7 +250,8 @@ class PartReceiver:
             part.pinned = pinned.first(manifest.retained_depth, manifest.retained_tokens)
         else:
             part.pinned = None
-        return CacheWriter(part.layout, part.buffer, self._copier, pinned=part.pinned)
+        most = num_draft_tokens(expected.resolved)
+        return CacheWriter(part.layout, part.buffer, self._copier, pinned=part.pinned, most_drafted=most)
 
     def _awaited(self, key: TransferKey) -> SequencePart:
         """The part; waits if this rank may yet be told of it.

@@ -6,7 +6,6 @@ the request ends, fails or is cancelled earlier.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import threading
@@ -20,6 +19,7 @@ import torch
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import PartArrived, SequencePart, measured_plan
 from kvferry.services.decode.step import written_so_far
@@ -27,9 +27,9 @@ from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
-from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerateRequest, TransferAccepted
-from kvferry.shared.errors import DeadlineExceeded, KvferryError, LeaseExpired
-from kvferry.shared.model.text import TextAssembler
+from kvferry.shared.control.messages import FinishReason, GenerateRequest, TransferAccepted
+from kvferry.shared.errors import KvferryError, LeaseExpired
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.metrics import DecodeMetrics
@@ -38,47 +38,6 @@ from kvferry.shared.wire.messages import Manifest, TransferKey
 from kvferry.shared.wire.outgoing import OutgoingTransfer
 
 _log = structlog.get_logger(__name__)
-
-
-class EventStream:
-    """A queue into the event loop of the task that creates and reads it. It needs no bound: a completion has
-    a limited number of events."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[GenerateEvent | KvferryError] = asyncio.Queue()
-
-    def put(self, event: GenerateEvent | KvferryError) -> None:
-        """Add an event. An error is raised in the reader and ends the stream. Any thread may call this."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-    async def get(self, *, deadline_s: float) -> GenerateEvent:
-        """The next event. Args: deadline_s: on the loop's clock. Raises: DeadlineExceeded: none came in time;
-        KvferryError: the request failed."""
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                event = await self._queue.get()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed before its completion ended") from None
-        if isinstance(event, KvferryError):
-            raise event
-        return event
-
-
-def deliver(events: list[tuple[EventStream, GenerateEvent]]) -> None:
-    """Put one event into each of many streams, and wake every event loop once rather than for each."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[EventStream, GenerateEvent]]] = {}
-    for stream, event in events:
-        by_loop.setdefault(stream._loop, []).append((stream, event))
-    for loop, its in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # closed: there is no reader any more
-            loop.call_soon_threadsafe(_put_each, its)
-
-
-def _put_each(events: list[tuple[EventStream, GenerateEvent]]) -> None:
-    for stream, event in events:
-        stream._queue.put_nowait(event)
 
 
 class SequenceState(enum.Enum):
@@ -119,8 +78,7 @@ class Sequence:
         room: new tokens for which the layout has room; `memory.py` adds more.
         router: whose request it is; its status calls move the lease.
         lease_until_s: when it is closed unless its transfer is complete by then.
-        assembler: finds stop strings; None if there are none.
-        stop_token_ids: ids that end the completion, including the model's own unless they are ignored.
+        ending: finds the token that completes it.
         release: frees the allocation; called at most once, under `lock`, and not after `hand_over_bytes`.
         forget: removes the sequence from the worker's tables; called exactly once, at closing.
         cut_off: whether the completion must end with the tokens it has.
@@ -130,6 +88,7 @@ class Sequence:
         arrived: the parts of which all blocks are there, by rank.
         metrics, lengths: where its tokens and bytes, and its answer's length are counted.
         first_token: came with the last of rank 0's; its transfer began at `began_s`.
+        draft: the tokens before it, whose rows came with the prompt's.
         num_without_retained: ranks whose transfer has begun and leaves out no retained rows.
         written: mark behind the last write of `caches` but for steps' (`written_so_far`); None on a CPU.
         is_in_arena: whether it has arena bytes: not if it is swapped to the host or has released them.
@@ -146,8 +105,7 @@ class Sequence:
     lease_until_s: float
     events: EventStream
     sampler: SequenceSampler
-    assembler: TextAssembler | None
-    stop_token_ids: frozenset[int]
+    ending: Ending
     release: Callable[[Allocation], None]
     forget: Callable[[Sequence], None]
     metrics: DecodeMetrics
@@ -165,6 +123,7 @@ class Sequence:
     num_appended: int = 0
     arrived: dict[int, PartArrived] = field(default_factory=dict)
     first_token: SampledToken | None = None
+    draft: tuple[int, ...] = ()
     began_s: float = 0.0
     num_without_retained: int = 0
     committed_s: float | None = None
@@ -199,11 +158,10 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.resolved.max_new_tokens - self.num_tokens
 
-    def take(self, token: SampledToken) -> FinishReason | None:
+    def take(self, token_id: int) -> FinishReason | None:
         """Add a token to the completion. Returns why the completion ends with it, or None."""
-        self.token_ids.append(token.token_id)
-        stopped = self.assembler is not None and self.assembler.push(token.token_id).stopped
-        if stopped or token.token_id in self.stop_token_ids:
+        self.token_ids.append(token_id)
+        if self.ending.stops(token_id):
             return "stop"
         return "length" if self.num_left <= 0 else None
 
@@ -376,9 +334,15 @@ class Reservations:
                     sequence.state = SequenceState.IN_TRANSFER
 
     def arrived(
-        self, rank: int, key: TransferKey, part: PartArrived, first_token: SampledToken | None
+        self,
+        rank: int,
+        key: TransferKey,
+        part: PartArrived,
+        draft: tuple[int, ...],
+        first_token: SampledToken | None,
     ) -> None:
-        """A rank has all blocks of its heads. Args: first_token: comes with rank 0's.
+        """A rank has all blocks of its heads. Args: draft, first_token: of `EndRecord`; the latter comes with
+        rank 0's.
 
         Raises: LeaseExpired: the sequence has ended; KvferryError: why it ends now.
         """
@@ -390,7 +354,9 @@ class Reservations:
                 raise LeaseExpired(message, reason="reservation_ended")
             try:
                 if rank == 0:
-                    sequence.first_token = checked_first_token(first_token, request, self._parts.spec)
+                    spec = self._parts.spec
+                    sequence.first_token = checked_first_token(first_token, request, spec, draft)
+                    sequence.draft = draft
                     sequence.written = written_so_far(self._arena.device)
                 sequence.arrived[rank] = part
                 if len(sequence.arrived) < self._parts.num_ranks:

@@ -21,16 +21,17 @@ import structlog
 
 from kvferry.services.decode.config import DecodeConfig, arena_size_bytes
 from kvferry.services.decode.engine import DecodeEngine
+from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.finished import HistoryReturner, RetainedSelections
 from kvferry.services.decode.memory import Scheduler, SequenceMemory
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.receiver import Expected
-from kvferry.services.decode.sequence import EventStream, Reservations, Sequence
+from kvferry.services.decode.sequence import Reservations, Sequence
 from kvferry.services.decode.shared_prompts import SharedPrompt, SharedPrompts
 from kvferry.services.decode.warm_up import decode_warm_up
 from kvferry.shared.cache.arena import ByteArena, measured_limit_bytes
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import (
     GenerateEvent,
@@ -52,8 +53,8 @@ from kvferry.shared.errors import (
     ProtocolMismatch,
     WorkerUnavailable,
 )
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.interface import LanguageModel
-from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.process.worker import RankTransport
@@ -289,6 +290,7 @@ class DecodeService:
             plans, laid_out = [shared.resolved], [shared.plan]
         else:
             plans = laid_out = self._resolved(request)
+            room = max(room, min(num_draft_tokens(plans[0]) + 2, sampling.max_tokens))
             if room < sampling.max_tokens:
                 plans = laid_out = [self._memory.within_arena(its, returns_generated=stores) for its in plans]
                 room = min(room, *(plan.max_new_tokens for plan in plans))
@@ -309,13 +311,7 @@ class DecodeService:
             eos_token_ids=self._spec.eos_token_ids,
             matcher=matcher,
         )
-        model_ends = () if sampling.ignore_eos else self._spec.eos_token_ids
-        assembler = None
-        if sampling.stop:
-            assembler = TextAssembler(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-            begin = len(request.prompt_token_ids) - sampling.first_index
-            for token_id in request.prompt_token_ids[begin:]:  # of an earlier attempt: a stop may begin in it
-                assembler.push(token_id)
+        ending = Ending(sampling, request.prompt_token_ids, self._spec, lambda: self._tokenizer)
         self._retained.touch(request.session)
         try:
             with stage("admit"):
@@ -354,8 +350,7 @@ class DecodeService:
             lease_until_s=self._clock() + min(self._config.lease_s, timeout_s),
             events=EventStream(),
             sampler=sampler,
-            assembler=assembler,
-            stop_token_ids=frozenset((*model_ends, *sampling.stop_token_ids)),
+            ending=ending,
             release=self._scheduler.release,
             forget=self._reservations.remove,
             metrics=metrics,

@@ -301,8 +301,19 @@ class PrefillEngine:
         )
         logits = layers.run(partial(self.turns.missed, job))
         assert job.transfer is not None
-        token, *sibling_tokens = [sampler.sample(logits) for sampler in job.samplers]
-        job.transfer.finish(EndRecord(key=job.key, num_blocks=0, payload_bytes=0, first_token=token))
+        if not job.opening.tokens:
+            job.opening.draw(logits)
+        *draft, token = job.opening.tokens
+        sibling_tokens = [sampler.sample(logits) for sampler in job.sibling_samplers]
+        job.transfer.finish(
+            EndRecord(
+                key=job.key,
+                num_blocks=0,
+                payload_bytes=0,
+                first_token=token,
+                draft=tuple([its.token_id for its in draft]),
+            )
+        )
         rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
         self.turns.end(job, rows)
         ran_s, bins, num_tokens = started.ran_s(now_s), request.retained_bins, len(request.prompt_token_ids)

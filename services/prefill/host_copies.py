@@ -61,6 +61,10 @@ class HostCopies:
         """Called between operations of a long pass: wait until the device has few of them left to do, so that
         the next ones, which may be another prompt's, begin soon."""
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes can stay on the device beside what a pass needs."""
+        return True
+
 
 class PinnedCopies(HostCopies):
     """Copies from CUDA to pinned memory."""
@@ -131,6 +135,11 @@ class PinnedCopies(HostCopies):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def has_room(self, size_bytes: int) -> bool:
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        kept_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return size_bytes <= free_bytes + kept_bytes
 
     def pace(self) -> None:
         self._num_operations += 1

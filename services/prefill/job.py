@@ -10,10 +10,12 @@ from concurrent.futures import Future, InvalidStateError
 
 import structlog
 
+from kvferry.services.prefill.opening import Opening
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows, ShippedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
+from kvferry.shared.compression.plan import num_draft_tokens
 from kvferry.shared.control.messages import (
     FirstToken,
     HistorySource,
@@ -25,6 +27,7 @@ from kvferry.shared.control.messages import (
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.history.turn import StagedTurn
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.sampler import SequenceSampler
@@ -61,7 +64,8 @@ class PrefillJob:
         history_source: how the turn got its history; None if there was none.
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
-        samplers: of the request's completion, and of its siblings.
+        opening: the completion's first tokens.
+        sibling_samplers: of the request's siblings, which draw their first token.
         has_plain_rows: whether every layer has, which decode can retain.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
@@ -75,10 +79,11 @@ class PrefillJob:
         submitted_s: float,
         deadline_s: float,
         metrics: PrefillMetrics,
+        ending: Ending,
         matchers: Sequence[TokenMatcher | None] = (),
     ) -> None:
-        """Args: request: its ticket has a plan; matchers: at the beginning of its grammar, one for each
-            completion; none where it has no grammar.
+        """Args: request: its ticket has a plan; ending: of its completion; matchers: at the beginning of its
+            grammar, one for each completion; none where it has no grammar.
 
         Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
         """
@@ -88,7 +93,7 @@ class PrefillJob:
         self.formats = make_formats(spec, self.resolved)
         self.has_plain_rows = all([fmt.is_plain for fmt in self.formats])
         self.num_observed = num_observed_queries(self.resolved, self.formats)
-        self.samplers = [
+        sampler, *self.sibling_samplers = [
             SequenceSampler(
                 sampling,
                 request.prompt_token_ids,
@@ -98,6 +103,8 @@ class PrefillJob:
             )
             for number, sampling in enumerate((request.sampling, *request.siblings))
         ]
+        most = num_draft_tokens(self.resolved) if self.ships_draft else 0
+        self.opening = Opening(sampler, ending, most=min(most, self.resolved.max_new_tokens - 1))
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
         self.metrics = metrics
@@ -126,6 +133,11 @@ class PrefillJob:
         """The session under which decode retains the rows; None if it retains none."""
         session = self.request.session
         return self.request.retained_as if session is not None and session.is_implicit else session
+
+    @property
+    def ships_draft(self) -> bool:
+        """Whether a draft's tokens are the completion's: not where siblings share the prompt."""
+        return not self.request.siblings
 
     @property
     def method(self) -> str:

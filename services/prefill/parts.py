@@ -29,6 +29,7 @@ from kvferry.shared.cache.delta import (
     head_positions,
 )
 from kvferry.shared.compression.formats import compresses_heads_apart, make_formats
+from kvferry.shared.compression.formats.drafted import parts
 from kvferry.shared.compression.formats.interface import Encoded, InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
@@ -155,14 +156,16 @@ class PromptTransfer:
         divided: Sequence[Tensors] = (tensors,)
         if number > 1:
             try:
-                divided = (
-                    delta_parts(fmt, tensors, number) if NEW_ROWS in tensors else fmt.parts(tensors, number)
-                )
+                is_delta = NEW_ROWS in tensors
+                divided = delta_parts(fmt, tensors, number) if is_delta else parts(fmt, tensors, number)
             except InvalidTensors as error:
                 self._abort_parts(error.reason)
                 raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
         for part, heads in zip(self._parts, divided, strict=True):
-            named = [NamedTensor(name=name, tensor=heads[name], kind=kinds[name]) for name in heads]
+            named = [
+                NamedTensor(name=name, tensor=its, kind=kinds.get(name, "rows"))
+                for name, its in heads.items()
+            ]
             part.send_layer(layer, named)
 
     def finish(self, end: EndRecord) -> None:

@@ -8,7 +8,7 @@ or drafts, K and V of all layers wait on the host until the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,8 +20,9 @@ from kvferry.services.prefill.host_copies import Elapsed, HandOver, HostCopies
 from kvferry.services.prefill.job import PrefillJob
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
-from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.draft import greedy, run_draft
 from kvferry.shared.compression.formats import encode_layer
+from kvferry.shared.compression.formats.drafted import with_draft
 from kvferry.shared.compression.formats.interface import Encoded, Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
@@ -253,8 +254,8 @@ class PromptPass:
             tensors = {name: tensor[0].contiguous() for name, tensor in state.items()}
             if self._num_draft:
                 self._states[layer] = tensors
-            if layer >= self._shipped_layers:
-                self._ship(layer, Encoded(tensors=tuple(tensors.values()), names=tuple(tensors)))
+            elif layer >= self._shipped_layers:
+                self._ship_state(layer, tensors)
             num_tokens = self._job.resolved.num_prompt_tokens
             self._stage(
                 tuple(tensors.values()),
@@ -294,8 +295,8 @@ class PromptPass:
     # ---- layers that wait for the end of the pass --------------------------------------------------------
 
     def _wait(self, inputs: LayerInputs) -> None:
-        """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host.
-        Measure it if its number of rows depends on the other layers."""
+        """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host, or
+        for a draft on the device where there is room. Measure it if its number of rows depends on others."""
         begin_s = self._clock()
         if self._num_draft:
             waiting = WaitingLayer(inputs=replace(inputs, queries=inputs.queries.clone()))
@@ -303,14 +304,22 @@ class PromptPass:
             self._pauses.allowed = True
             waiting = measure_layer(self._plan, inputs)
             self._pauses.allowed = False
-        self._waiting.append(self._moved(waiting, torch.device("cpu")))
+        rests = self._num_draft and self._copies.has_room(self._num_left_bytes(inputs))
+        self._waiting.append(waiting if rests else self._moved(waiting, torch.device("cpu")))
         self.times.compress_s += self._clock() - begin_s
+
+    def _num_left_bytes(self, inputs: LayerInputs) -> int:
+        """What K and V of the layers from this one on take, and twice this one's to run a token."""
+        num_left = self._model.spec.num_layers - inputs.layer + 2
+        return num_left * self._num_distinct * inputs.keys.nbytes
 
     def _ship_waiting(self, logits: Tensor) -> None:
         """After the pass: compress the layers that wait and ship them. Args: logits: of the last token."""
         if self._num_draft:
-            self._draft(logits)
+            states = self._draft(logits)
             self._open(self._plan)
+            for layer, state in states.items():
+                self._ship_state(layer, state)
         else:
             self._open(allocate_waiting(self._plan, self._waiting))
         self._waiting.reverse()
@@ -321,8 +330,8 @@ class PromptPass:
             self._handing.put()
             self._progress(layer.inputs.layer)
 
-    def _draft(self, logits: Tensor) -> None:
-        """Give the layers that wait a draft of the answer."""
+    def _draft(self, logits: Tensor) -> Mapping[int, Tensors]:
+        """Give the layers that wait a draft of the answer. Returns: the states to ship."""
         begin_s = self._clock()
 
         def before_token() -> None:
@@ -330,18 +339,21 @@ class PromptPass:
             self._job.check_cancelled()
             self._pauses.allowed = self._pauses_in_model
 
-        drafted = add_draft(
+        ships = self._job.ships_draft
+        drafted = run_draft(
             self._model,
             [layer.inputs for layer in self._waiting],
             logits=logits,
-            num_draft=self._num_draft,
+            draw=self._job.opening.draw if ships else greedy(self._model.spec, self._num_draft),
             states=self._states,
             before_token=before_token,
         )
         self._pauses.allowed = False
-        self._states.clear()
-        self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted]
-        self.times.compress_s += self._clock() - begin_s
+        before, self._states = self._states, {}
+        self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted.layers]
+        if not ships:
+            self.times.compress_s += self._clock() - begin_s
+        return drafted.tokens[-1].states if ships and drafted.tokens else before
 
     def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
         """The layer with K and V on another device."""
@@ -360,8 +372,13 @@ class PromptPass:
             self._pauses.allowed = True
             fmt = self._job.transfer.formats[number]
             encoded = encode_layer(self._plan, fmt, layer.inputs, scores=layer.scores)
+            if (ahead := layer.inputs.ahead) is not None and self._job.ships_draft:
+                encoded = with_draft(fmt, encoded, ahead)
             self._pauses.allowed = False
         self._ship(number, encoded)
+
+    def _ship_state(self, layer: int, state: Tensors) -> None:
+        self._ship(layer, Encoded(tensors=tuple(state.values()), names=tuple(state)))
 
     def _ship(self, layer: int, encoded: Encoded) -> None:
         """Ship the layers that are complete, this one among them, up to the first that is not. Where layers

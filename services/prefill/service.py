@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import structlog
@@ -33,6 +33,7 @@ from kvferry.shared.control.messages import (
     PrefixRequest,
     RedirectRequest,
     SessionKey,
+    TokenGenerated,
     TransferDone,
     WorkerStatus,
     calling_router,
@@ -50,11 +51,12 @@ from kvferry.shared.errors import (
     WorkerUnavailable,
 )
 from kvferry.shared.history.store import HistoryStore
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.sampling.grammar import GrammarCompiler
-from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, SampledToken
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
@@ -74,7 +76,7 @@ class PrefillService:
     """Implements `PrefillControl`. Owns the engine's thread, the block server, the sender and the store, and
     closes them.
 
-        prefill: validate ──► job ──► engine ──► FirstToken ──► acknowledgement ──► TransferDone
+        prefill: validate ──► job ──► engine ──► tokens ──► FirstToken ──► acknowledgement ──► TransferDone
                                └── generator closed, deadline, error: job cancelled at any stage
         staged turn: begun by the engine ──► generated rows from the receiver ──► commit_turn | abort_turn
     """
@@ -108,9 +110,9 @@ class PrefillService:
         self._config = config
         self._clock = clock
         self._instance_id = secrets.token_hex(8)
-        self._grammars = GrammarCompiler(
-            lambda: ChatTokenizer.load(config.model), model.spec.vocab_size, model.spec.eos_token_ids
-        )
+        self._tokenizer = cache(lambda: ChatTokenizer.load(config.model))
+        spec = model.spec
+        self._grammars = GrammarCompiler(self._tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._receiver = HistoryReceiver(spec=model.spec, store=store)
         self._engine = PrefillEngine(
             model=model, store=store, ranks=ranks, receiver=self._receiver, metrics=metrics, config=config,
@@ -205,19 +207,25 @@ class PrefillService:
             await self._grammars.check(grammar, request.owner)
             matcher = partial(self._grammars.matcher, grammar, request.owner)
             matchers = [await asyncio.to_thread(matcher) for _ in (request.sampling, *request.siblings)]
+        prompt, spec = request.prompt_token_ids, self._model.spec
+        ending = await asyncio.to_thread(Ending, request.sampling, prompt, spec, self._tokenizer)
         job = PrefillJob(
             request,
-            self._model.spec,
+            spec,
             submitted_s=self._clock(),
             deadline_s=deadline_s,
             metrics=self._uncounted if request.probe else self._metrics,
+            ending=ending,
             matchers=matchers,
         )
+        drawn = _drawn(job)
         finished = False
         try:
             self._engine.submit(job)
             self._jobs.add(job)
-            first = await self._before(deadline_s, asyncio.wrap_future(job.first), "prefill")
+            while (token := await self._before(deadline_s, drawn.get(), "prefill")) is not None:
+                yield TokenGenerated(token=token)
+            first = job.first.result()
             yield first
             with stage("acknowledge"):
                 done = await self._acknowledged(job, first, deadline_s)
@@ -379,7 +387,7 @@ class PrefillService:
         delta_bytes = sent["rows"] if job.retained is not None else None
         return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
 
-    async def _before(self, deadline_s: float, work: asyncio.Future[T], what: str) -> T:
+    async def _before(self, deadline_s: float, work: Awaitable[T], what: str) -> T:
         try:
             # `wait_for` of Python 3.11 loses a cancellation that comes as the work ends.
             async with asyncio.timeout(max(0.0, deadline_s - self._clock())):
@@ -419,3 +427,16 @@ class PrefillService:
             error = WorkerUnavailable(message, reason="wedged")
             self._cancel(job, error)
             job.fail(error)
+
+
+def _drawn(job: PrefillJob) -> asyncio.Queue[SampledToken | None]:
+    """The tokens of a job's opening as they come, then None."""
+    queue, loop = asyncio.Queue[SampledToken | None](), asyncio.get_running_loop()
+
+    def put(token: SampledToken | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+            loop.call_soon_threadsafe(queue.put_nowait, token)
+
+    job.opening.tell = put
+    job.first.add_done_callback(lambda _: put(None))
+    return queue

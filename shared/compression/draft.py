@@ -1,18 +1,20 @@
-"""A draft of the answer's first tokens, from the full KV, before a prompt is compressed.
+"""The draft: the answer's first tokens from the full KV, before a prompt is compressed.
 
 RDKV weighs tokens by the attention of the prompt's last queries, which know the question. The question may
 not name what an answer needs after its first tokens, such as the second of two lines over which a variable is
-traced. The queries of a draft do.
+traced. The queries of the answer's own beginning do.
 
-    prefill of the prompt ──► K and V of all layers wait ──► `add_draft`: some greedy tokens ──► compress
+    prefill of the prompt ──► K and V of all layers wait ──► `run_draft`: some tokens ──► compress
 
-Tokens drafted are not shipped and not stored: decode generates the answer from the compressed prompt.
+The tokens are the answer's own: prefill draws them as decode would, and ships their rows behind those of the
+compressed prompt, as they are. Decode goes on after them. Where several answers share a prompt, each begins
+another way: then the tokens are greedy ones, which are not shipped (`greedy`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,81 +22,109 @@ from torch import Tensor
 
 from kvferry.shared.compression.interface import Ahead, LayerInputs
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.interface import Tensors
 
+Draw = Callable[[Tensor], int | None]
+"""float32 logits `[V]` -> the next token of the draft; None: there is no further one."""
 
-def add_draft(
+
+@dataclass(frozen=True, kw_only=True)
+class DraftToken:
+    """A token of a draft, and what comes after it: float32 logits `[V]`, and the states by layer."""
+
+    token_id: int
+    logits: Tensor
+    states: Mapping[int, Tensors]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """A prompt and its draft.
+
+    Attributes: layers: with the draft's K, V and queries, if it has a token.
+    """
+
+    layers: tuple[LayerInputs, ...]
+    tokens: tuple[DraftToken, ...]
+
+
+def run_draft(
     model: LanguageModel,
     layers: Sequence[LayerInputs],
     *,
     logits: Tensor,
-    num_draft: int,
+    draw: Draw,
     states: Mapping[int, Tensors] | None = None,
     before_token: Callable[[], None] = lambda: None,
-) -> list[LayerInputs]:
-    """The layers with the K and the queries of the draft's tokens.
-
-    The draft ends before an end-of-sequence token and at the end of the model's window; it may be empty.
+) -> Drafted:
+    """Run the tokens of a draft after a prompt. It ends at the end of the model's window at the latest.
 
     Args:
         layers: of the whole prompt, one for each layer that attends; on any device, where they stay.
         logits: float32 `[V]` after the prompt.
-        num_draft: the most tokens of the draft.
+        draw: given them, and then the logits after each token of the draft.
         states: after the prompt, by layer, without a batch's dimension.
         before_token: called before each token is run; may raise to end the draft.
     """
-    draft = _Draft(model.device, layers, states or {})
-    num_tokens = layers[0].keys.shape[1]
-    for position in range(num_tokens, min(num_tokens + num_draft, model.spec.max_model_len)):
-        token = int(logits.argmax())
-        if token in model.spec.eos_token_ids:
+    draft, tokens = _Draft(model.device, layers, states or {}), list[DraftToken]()
+    for position in range(layers[0].keys.shape[1], model.spec.max_model_len):
+        if (token_id := draw(logits)) is None:
             break
         before_token()
         logits = model.prefill(
-            torch.tensor([token], device=model.device),
+            torch.tensor([token_id], device=model.device),
             start=position,
             observer=draft,
             states=draft,
             num_queries=1,
         )
-    return [replace(its, ahead=draft.ahead(its.layer)) for its in layers]
+        tokens.append(DraftToken(token_id=token_id, logits=logits, states=dict(draft.states)))
+    layers = tuple([replace(its, ahead=draft.ahead.get(its.layer)) for its in layers])
+    return Drafted(layers=layers, tokens=tuple(tokens))
+
+
+def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
+    """The most likely tokens, at most so many; none from an end-of-sequence token on."""
+    left = iter(range(num_tokens))
+
+    def draw(logits: Tensor) -> int | None:
+        token = int(logits.argmax())
+        return None if token in spec.eos_token_ids or next(left, None) is None else token
+
+    return draw
 
 
 class _Draft:
-    """Implements `PrefillObserver` and `LayerStates` for passes of one token each."""
+    """Implements `PrefillObserver` and `LayerStates` for passes of one token each.
+
+    Attributes: ahead, states: of the tokens so far and after them, by layer.
+    """
 
     def __init__(
         self, device: torch.device, layers: Sequence[LayerInputs], states: Mapping[int, Tensors]
     ) -> None:
         self._device = device
         self._prompt = {its.layer: its for its in layers}
-        self._states = dict(states)
-        self._queries: dict[int, list[Tensor]] = {its.layer: [] for its in layers}
-        self._rows: dict[int, list[tuple[Tensor, Tensor]]] = {its.layer: [] for its in layers}
+        self.ahead: dict[int, Ahead] = {}
+        self.states = dict(states)
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
-        prompt = self._prompt[layer]
-        rows = [(prompt.keys.to(self._device), prompt.values.to(self._device)), *self._rows[layer]]
-        if len(rows) == 1:
-            return rows[0]
-        keys, values = (torch.cat(its, 1) for its in zip(*rows, strict=True))
-        return keys, values
+        prompt, ahead = self._prompt[layer], self.ahead.get(layer)
+        keys, values = prompt.keys.to(self._device), prompt.values.to(self._device)
+        if ahead is None:
+            return keys, values
+        return torch.cat([keys, ahead.keys], 1), torch.cat([values, ahead.values], 1)
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self._queries[layer].append(queries.clone())
-        self._rows[layer].append((keys[:, -1:].clone(), values[:, -1:].clone()))
+        ahead = Ahead(queries=queries.clone(), keys=keys[:, -1:].clone(), values=values[:, -1:].clone())
+        former = self.ahead.get(layer)
+        self.ahead[layer] = ahead if former is None else former.followed_by(ahead)
 
     def load(self, layer: int) -> dict[str, Tensor]:
-        return {name: its[None].clone() for name, its in self._states[layer].items()}
+        return {name: its[None].clone() for name, its in self.states[layer].items()}
 
     def store(self, layer: int, state: Tensors) -> None:
-        self._states[layer] = {name: its[0].clone() for name, its in state.items()}
-
-    def ahead(self, layer: int) -> Ahead | None:
-        """See `LayerInputs.ahead`."""
-        if not self._queries[layer]:
-            return None
-        keys = torch.cat([keys for keys, _ in self._rows[layer]], 1)
-        return Ahead(queries=torch.cat(self._queries[layer], 2), keys=keys)
+        self.states[layer] = {name: its[0].clone() for name, its in state.items()}

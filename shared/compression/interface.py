@@ -167,11 +167,20 @@ class Sizing:
 class Ahead:
     """One layer of tokens that a draft has after the prompt.
 
-    Attributes: queries: post-RoPE `[H_kv, G, n, D]`; keys: post-RoPE `[H_kv, n, D]`; n >= 1.
+    Attributes: queries: post-RoPE `[H_kv, G, n, D]`; keys, values: `[H_kv, n, D]`, keys post-RoPE; n >= 1.
     """
 
     queries: Tensor
     keys: Tensor
+    values: Tensor
+
+    def followed_by(self, other: Ahead) -> Ahead:
+        """These tokens, then the other's."""
+        return Ahead(
+            queries=torch.cat([self.queries, other.queries], 2),
+            keys=torch.cat([self.keys, other.keys], 1),
+            values=torch.cat([self.values, other.values], 1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ class TransferAccepted:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGenerated:
-    """A token of index >= 1 (token 0 comes from prefill)."""
+    """A token of a completion: decode's after those of prefill, or prefill's before its `FirstToken`."""
 
     token: SampledToken
 
@@ -260,7 +260,8 @@ class RedirectRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
-    """First event of a Prefill stream: the token sampled from the logits of the full prompt.
+    """In a Prefill stream, after the tokens of a draft: the token that decode goes on from, which without a
+    draft is the first one.
 
     Attributes:
         method: the method in effect ("full" if the budget covers the prompt).
@@ -310,7 +311,7 @@ class TransferDone:
     delta_bytes: int | None = None
 
 
-PrefillEvent = FirstToken | TransferDone
+PrefillEvent = TokenGenerated | FirstToken | TransferDone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,13 @@ from torch import Tensor
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_PAYLOAD_BYTES = 4 << 20
 """The most tensor bytes in one message."""
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_LAYERS = 1024
 MAX_LAYER_TENSORS = 16
+MAX_DRAFT_TOKENS = 64
 MAX_TOKENS = 2**31 - 1
 MAX_TOTAL_BYTES = 2**48
 RESUME_S = 3.0
@@ -143,17 +144,19 @@ class BlockHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord:
-    """Last message of a transfer: totals to verify, and the token that prefill sampled ("history": None).
+    """Last message of a transfer: totals to verify, and the token that decode goes on from ("history": None).
 
     Attributes:
         num_blocks: BLOCK messages.
         payload_bytes: bytes of all tensors.
+        draft: the ids of the tokens before it, whose rows the layers have.
     """
 
     key: TransferKey
     num_blocks: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     payload_bytes: _NumBytes
     first_token: SampledToken | None = None
+    draft: Annotated[tuple[_NumTokens, ...], Meta(max_length=MAX_DRAFT_TOKENS)] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

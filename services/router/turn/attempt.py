@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -138,13 +139,13 @@ TurnEvent = Admitted | SampledToken | Finished
 class Attempt:
     """Yields Admitted, each token once, and Finished; then waits until generated KV is back at prefill.
 
-        decode:   ticket ─────────────► accepted ─► token 1, 2, ... ─► finished ─► history returned
+        decode:   ticket ────────────────────────► accepted ─► tokens ─► finished ─► history returned
                     ▲         └ failed ─► another worker's ticket, to which prefill ships again
-        prefill:    └─► first token ─► transfer done
+        prefill:    └─► draft ─► first token ─► transfer done
 
-    The first token comes from prefill and is yielded at once; decode's tokens wait for it. Finished waits for
-    `TransferDone`, which has the sizes. Closing either stream (an error, cancellation) frees what its worker
-    has reserved.
+    The tokens of a draft and the first token, from which decode goes on, come from prefill and are yielded at
+    once; decode's wait for them. Finished waits for `TransferDone`, which has the sizes.
+    Closing either stream (an error, cancellation) frees what its worker has reserved.
 
     Attributes:
         failed_role: the worker that ended the attempt; None while nothing failed.
@@ -180,7 +181,9 @@ class Attempt:
         self._start = start
         self.sibling_tokens: tuple[SampledToken, ...] = ()
         self._is_redirecting = False
-        self._first: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
+        self._drawn: deque[SampledToken] = deque()
+        self._has_first = False
+        self._news: asyncio.Future[None] | None = None
         self._shipping: asyncio.Task[None] | None = None
         self._log = structlog.get_logger(__name__).bind(request_id=self.worker_request_id)
 
@@ -223,9 +226,12 @@ class Attempt:
                     await self._redirect(ticket)
                 accepting = asyncio.create_task(self._acceptance(decoding))
                 try:
-                    if self._due_index is None:
-                        await _until(self._first, self._shipping, accepting)
-                        yield self._in_order(self._first.result())
+                    while self._drawn or not self._has_first:
+                        if self._drawn:
+                            yield self._in_order(self._drawn.popleft())
+                            continue
+                        self._news = asyncio.get_running_loop().create_future()
+                        await _until(self._news, self._shipping, accepting)
                     await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
                     if self._share is not None and not self._share.done():
                         has_tokens = len(self.sibling_tokens) == len(self._request.siblings)
@@ -318,9 +324,10 @@ class Attempt:
     async def _ship(self, ticket: Ticket) -> None:
         """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
         if self._start is not None:
-            self._first.set_result(self._start.first_token)
+            self._has_first = True
+            self._take(self._start.first_token)
             return
-        stats, first, sent = self.stats, self._first, False
+        stats, sent = self.stats, False
         request = self._told(PrefillRequest, ticket=ticket)
         stream = self.prefill.client.prefill(request, timeout_s=self._remaining_s())
         with self._blaming("prefill"):
@@ -328,23 +335,32 @@ class Attempt:
                 async with aclosing(stream):
                     async for event in stream:
                         match event:
-                            case FirstToken():
+                            case TokenGenerated(token=token):
+                                self._take(token)
+                            case FirstToken(token=token):
                                 stats.first = stats.first or event
                                 stats.prefill_s += event.prefill_s
                                 self.sibling_tokens = event.sibling_tokens
-                                first.set_result(event.token)
+                                self._has_first = True
+                                self._take(token)
                             case TransferDone(delta_bytes=delta_bytes):
                                 stats.shipped_bytes += sum(event.bytes_by_kind.values())
                                 stats.transfer_s += event.transfer_s
                                 if delta_bytes is not None:
                                     stats.delta_bytes = (stats.delta_bytes or 0) + delta_bytes
                                 sent = True
-                if not (sent and first.done()):
+                if not (sent and self._has_first):
                     raise WorkerUnavailable("Prefill's stream ended before its transfer did")
             except KvferryError as error:
-                if not (self._accepted and first.done()):
+                if not (self._accepted and self._has_first):
                     raise
                 self._log.warning("prefill lost after its transfer", error=error.message)
+
+    def _take(self, token: SampledToken) -> None:
+        """Take a token of prefill's, for whoever waits for it."""
+        self._drawn.append(token)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     # ---- decode ------------------------------------------------------------------------------------------
 

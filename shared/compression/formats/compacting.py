@@ -237,6 +237,12 @@ class CompactingCache(LayerCache):
         position = full * segments.kept_rows + row
         return self.inner.append_and_attend(queries, key, value, num_appended=position, scaling=scaling)
 
+    def observe(self, queries: Tensor) -> None:
+        """Take the queries `[H_kv, G, n, D]` of the first n tokens, at most a segment, which have rows."""
+        first = self.segments.segment_tokens - self.segments.window
+        observed = queries[:, :, first:]
+        self.regions[_QUERIES][:, :, : observed.shape[2]] = observed
+
     def _compact(self, segment: int, scaling: float) -> None:
         segments, new = self.segments, self.inner.new_rows()
         first = segment * segments.kept_rows
@@ -277,6 +283,11 @@ class NaiveCompacting(NaiveLayer):
             self._compact(scale_of(scaling))
         self._current = [*self._current, (queries.clone(), key, value)]
         return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
+
+    def append(self, queries: Tensor, key: Tensor, value: Tensor) -> None:
+        """Append a row to the first segment, which has room, without attention."""
+        self._current = [*self._current, (queries, key, value)]
+        self._inner.new_rows += ((key, value),)
 
     def _compact(self, scaling: float) -> None:
         queries, keys, values = (torch.stack(its, -2) for its in zip(*self._current, strict=True))

@@ -21,7 +21,15 @@ from kvferry.shared.compression.formats.compacting import Segments
 from kvferry.shared.compression.formats.interface import LayerCache, NaiveLayer, Specs
 from kvferry.shared.compression.formats.packed import SEGMENTS, NaivePacked, PackedCache, PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
-from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
+from kvferry.shared.compression.plan import (
+    DRAFT_TOKENS,
+    Allowed,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    read_params,
+)
 from kvferry.shared.compression.rdkv.compress import (
     RDKV_DEFAULTS,
     RDKV_PARAMS,
@@ -74,10 +82,17 @@ class Rdkv(PackedFormat):
                 "has no scorer, so attention alone weighs its tokens",
                 param="kv_compression.with_attention",
             )
-        if plan.attention.name != "dense" and part.params["rebudget_tokens"]:
+        drafted, segment = part.params.get(DRAFT_TOKENS, 0), part.params["rebudget_tokens"]
+        if 0 < segment < drafted:
             raise InvalidRequest(
-                f"format 'rdkv' packs generated tokens (rebudget_tokens "
-                f"{part.params['rebudget_tokens']}), which does not go with attention "
+                f"rebudget_tokens of format 'rdkv' is {segment}; it must be 0, or at least the "
+                f"{drafted} draft_tokens, which begin the first segment",
+                param="kv_compression.rebudget_tokens",
+            )
+        if plan.attention.name != "dense" and segment:
+            raise InvalidRequest(
+                f"format 'rdkv' packs generated tokens (rebudget_tokens {segment}), which does not go with "
+                f"attention "
                 f"{plan.attention.name!r}; rebudget_tokens must be 0",
                 param="kv_compression",
             )

@@ -15,16 +15,20 @@ import kvferry.models
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.decode.server import ArenaRegistry
 from kvferry.services.decode.service import DecodeService
+from kvferry.services.prefill.opening import Opening
 from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.shared.compression.compress import compress_prompt
-from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.draft import greedy, run_draft
 from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.drafted import with_draft
+from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
@@ -119,7 +123,7 @@ def demo_tokenizer():
 
 
 class PromptCache:
-    """What prefill makes of one request: its first token, and each layer's format and tensors."""
+    """What prefill makes of one request: the tokens that it draws, and each layer's format and tensors."""
 
     def __init__(self, model, request):
         self.request = request
@@ -129,13 +133,28 @@ class PromptCache:
         with torch.inference_mode():
             self._model = model
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
+            opening = self._opening(model, request)
             if num_draft := num_draft_tokens(self.resolved):
-                self._inputs = add_draft(model, self._inputs, logits=logits, num_draft=num_draft)
+                draw = greedy(model.spec, num_draft) if request.num_siblings else opening.draw
+                self._inputs = run_draft(model, self._inputs, logits=logits, draw=draw).layers
             self.measured, layers = compress_prompt(model.spec, self.resolved, self._inputs)
-        self.layers = [dict(tensors) for tensors in layers]
+        if not opening.tokens:
+            opening.draw(logits)
+        *draft, self.first_token = self.drawn = opening.tokens
+        self.draft = tuple(token.token_id for token in draft)
         self.formats = make_formats(model.spec, self.measured)
-        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, model.spec.vocab_size)
-        self.first_token = sampler.sample(logits)
+        self.layers = [dict(tensors) for tensors in layers]
+        for inputs, fmt in zip(self._inputs, self.formats, strict=True) if draft else ():
+            encoded = Encoded(tensors=tuple(layers[inputs.layer].values()), names=tuple(layers[inputs.layer]))
+            encoded = with_draft(fmt, encoded, inputs.ahead)
+            self.layers[inputs.layer] = dict(encoded.finish(encoded.tensors))
+
+    def _opening(self, model, request):
+        prompt, spec = request.prompt_token_ids, model.spec
+        sampler = SequenceSampler(request.sampling, prompt, spec.vocab_size)
+        most = 0 if request.num_siblings else num_draft_tokens(self.resolved)
+        ending = Ending(request.sampling, prompt, spec, demo_tokenizer)
+        return Opening(sampler, ending, most=min(most, self.resolved.max_new_tokens - 1))
 
     def history(self, layer):
         return None
@@ -188,13 +207,15 @@ def manifest_for(spec, request, ticket, *, measured=None, **changes):
 
 def named(fmt, tensors):
     """A layer's tensors as a transfer takes them."""
-    return [NamedTensor(name=name, tensor=its, kind=fmt.kinds[name]) for name, its in tensors.items()]
+    return [
+        NamedTensor(name=name, tensor=its, kind=fmt.kinds.get(name, "rows")) for name, its in tensors.items()
+    ]
 
 
-def end_with(first_token):
+def end_with(first_token, draft=()):
     """A transfer's end; its sender fills the rest in."""
     key = TransferKey(transfer_id=0, generation=0)
-    return EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=first_token)
+    return EndRecord(key=key, num_blocks=0, payload_bytes=0, first_token=first_token, draft=draft)
 
 
 class Shipper:
@@ -225,7 +246,11 @@ class Shipper:
             self.send(transfer, cache, **span)
 
     def ship(self, request, ticket, **changes):
-        """Blocking; returns the first token."""
+        """Blocking; returns the token that decode goes on from."""
+        return self.ship_cache(request, ticket, **changes).first_token
+
+    def ship_cache(self, request, ticket, **changes):
+        """Blocking; returns what was shipped."""
         if ticket.plan is not None:  # which may be for a shorter answer than the request's limit
             limit = ticket.plan.max_new_tokens
             sampling = dataclasses.replace(request.sampling, max_tokens=limit)
@@ -233,9 +258,9 @@ class Shipper:
         cache = PromptCache(self.model, request)
         transfer = self.open(request, ticket, measured=cache.measured, **changes)
         self.send(transfer, cache)
-        transfer.finish(end_with(cache.first_token))
+        transfer.finish(end_with(cache.first_token, cache.draft))
         transfer.wait(20)
-        return cache.first_token
+        return cache
 
 
 def make_request(
@@ -314,20 +339,25 @@ class Harness:
             s.value for s in samples if s.name == f"kvferry_{name}" and labels.items() <= s.labels.items()
         )
 
-    async def run(self, request, *, timeout_s=200, **changes):
-        """The whole of a request; returns its first token's and later events."""
+    async def run(self, request, **changes):
+        """The whole of a request; returns the token that decode goes on from, and later events."""
+        cache, events = await self._run(request, **changes)
+        return cache.first_token, events
+
+    async def _run(self, request, *, timeout_s=200, **changes):
         events = []
         stream = self.service.generate(request, timeout_s=timeout_s)
         async with contextlib.aclosing(stream):
             ticket = (await anext(stream)).ticket
-            first = await asyncio.to_thread(self.shipper.ship, request, ticket, **changes)
+            cache = await asyncio.to_thread(self.shipper.ship_cache, request, ticket, **changes)
             events = [event async for event in stream]
-        return first, events
+        return cache, events
 
     async def tokens(self, request, **changes):
         """The completion's token ids."""
-        first, events = await self.run(request, **changes)
-        return [first.token_id, *(e.token.token_id for e in events if hasattr(e, "token"))]
+        cache, events = await self._run(request, **changes)
+        drawn = [*cache.drawn, *(event.token for event in events if hasattr(event, "token"))]
+        return [token.token_id for token in drawn]
 
     async def together(self, requests, *, timeout_s=600):
         """The completions' tokens of requests that are all there before the first one's prompt is."""
@@ -337,13 +367,13 @@ class Harness:
                 stream = self.service.generate(request, timeout_s=timeout_s)
                 streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
                 tickets.append((await anext(stream)).ticket)
-            firsts = [
-                await asyncio.to_thread(self.shipper.ship, request, ticket)
+            caches = [
+                await asyncio.to_thread(self.shipper.ship_cache, request, ticket)
                 for request, ticket in zip(requests, tickets, strict=True)
             ]
             return [
-                [first, *[event.token async for event in stream if hasattr(event, "token")]]
-                for first, stream in zip(firsts, streams, strict=True)
+                [*cache.drawn, *[event.token async for event in stream if hasattr(event, "token")]]
+                for cache, stream in zip(caches, streams, strict=True)
             ]
 
     async def one_joins(self, first, second, *, timeout_s=600):
@@ -354,8 +384,8 @@ class Harness:
             stream = self.service.generate(request, timeout_s=timeout_s)
             async with contextlib.aclosing(stream):
                 ticket = (await anext(stream)).ticket
-                token = await asyncio.to_thread(self.shipper.ship, request, ticket)
-                token_ids.append(token.token_id)
+                cache = await asyncio.to_thread(self.shipper.ship_cache, request, ticket)
+                token_ids += [token.token_id for token in cache.drawn]
                 async for event in stream:
                     if isinstance(event, TokenGenerated):
                         token_ids.append(event.token.token_id)
@@ -381,13 +411,13 @@ class Harness:
 
 def serialise_prefill(made):
     """Prefill's model is not for two threads."""
-    lock, ship = threading.Lock(), made.shipper.ship
+    lock, ship = threading.Lock(), made.shipper.ship_cache
 
     def ship_one(*args, **kwargs):
         with lock:
             return ship(*args, **kwargs)
 
-    made.shipper.ship = ship_one
+    made.shipper.ship_cache = ship_one
 
 
 @pytest.fixture

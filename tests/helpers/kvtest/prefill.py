@@ -19,6 +19,8 @@ from torch import Tensor
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.drafted import with_draft
 from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for
@@ -31,6 +33,7 @@ from kvferry.shared.control.messages import (
     PrefillRequest,
     SessionKey,
     Ticket,
+    TokenGenerated,
     TransferDone,
 )
 from kvferry.shared.history.store import HistoryStore
@@ -43,7 +46,7 @@ from kvferry.shared.model.interface import (
 )
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import TORCH_DTYPES
-from kvferry.shared.sampling.params import SamplingParams
+from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.wire.frames import tensor_starts
 from kvferry.shared.wire.in_process import InProcessHub
@@ -201,6 +204,7 @@ class Harness:
     sink: RecordingSink
     decode: BlockServer
     hub: InProcessHub
+    drawn: dict[str, list[SampledToken]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def request(
@@ -249,13 +253,16 @@ class Harness:
         )
 
     async def run(self, request: PrefillRequest) -> tuple[FirstToken, TransferDone]:
-        """A whole prefill."""
+        """A whole prefill; `drawn` has its tokens."""
         events: list[PrefillEvent] = [
             event async for event in self.service.prefill(request, timeout_s=WAIT_S)
         ]
-        first, done = events
+        *others, first, done = events
+        draft = [event.token for event in others if isinstance(event, TokenGenerated)]
+        assert len(draft) == len(others)
         assert isinstance(first, FirstToken)
         assert isinstance(done, TransferDone)
+        self.drawn[request.request_id] = [*draft, first.token]
         return first, done
 
     async def commit(self, request: PrefillRequest, token_ids: tuple[int, ...] | None = None) -> HistoryInfo:
@@ -294,7 +301,7 @@ class Harness:
 
     def assert_sent(self, request: PrefillRequest, expected: Continuation) -> None:
         """Check every tensor on the wire, bit for bit."""
-        for layer, (sent, kept) in enumerate(zip(self.sent(request), expected.compressed, strict=True)):
+        for layer, (sent, kept) in enumerate(zip(self.sent(request), as_sent(expected), strict=True)):
             assert list(sent) == list(kept)
             assert all(torch.equal(sent[name], tensor) for name, tensor in kept.items()), layer
 
@@ -324,6 +331,19 @@ class Harness:
             for sample in family.samples
             if sample.name == f"kvferry_{name}" and labels.items() <= sample.labels.items()
         )
+
+
+def as_sent(expected: Continuation) -> list[dict[str, Tensor]]:
+    """A compressed prompt's tensors, and those of its draft."""
+    layers = [dict(tensors) for tensors in expected.compressed]
+    formats = make_formats(expected.spec, expected.resolved)
+    for its in expected.drafted.layers if expected.drafted is not None else ():
+        if its.ahead is not None:
+            kept = layers[its.layer]
+            encoded = Encoded(tensors=tuple(kept.values()), names=tuple(kept))
+            encoded = with_draft(formats[its.layer], encoded, its.ahead)
+            layers[its.layer] = dict(encoded.finish(encoded.tensors))
+    return layers
 
 
 def make_prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:

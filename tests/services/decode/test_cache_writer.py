@@ -17,7 +17,7 @@ from kvtest.wire import header_of, to_bytes
 
 from kvferry.baselines.think import Think
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
-from kvferry.services.decode.receiver import CacheWriter
+from kvferry.services.decode.cache_writer import CacheWriter
 from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import FORMATS, make_formats

@@ -12,7 +12,7 @@ from kvtest.compression import make_resolved, make_spec
 from kvtest.delta import DIM, FOUR_TOKENS, draw_delta
 from kvtest.wire import header_of, to_bytes
 
-from kvferry.services.decode.receiver import CacheWriter
+from kvferry.services.decode.cache_writer import CacheWriter
 from kvferry.shared.cache.arena import ArenaCopier, sequence_layout
 from kvferry.shared.cache.delta import PinnedRows, delta_tensors
 from kvferry.shared.compression.formats import make_formats

@@ -49,7 +49,7 @@ def request_for(model, number=0, **kwargs):
 
 
 def end(cache, part):
-    return end_with(cache.first_token if part == 0 else None)
+    return end_with(cache.first_token if part == 0 else None, cache.draft)
 
 
 async def rest(stream):
@@ -58,10 +58,10 @@ async def rest(stream):
 
 def tokens_of(cache, events):
     its = (event.token for event in events if isinstance(event, TokenGenerated))
-    return [cache.first_token, *its]
+    return [*cache.drawn, *its]
 
 
-@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "compactor"])
+@pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "rdkv-draft", "compactor"])
 async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_rank_does(
     one, several, method
 ):

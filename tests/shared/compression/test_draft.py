@@ -13,7 +13,8 @@ from kvtest.families import FAMILIES
 from kvtest.transformers_model import greedy, prompt_of
 
 from kvferry.models import DEMO_MODEL
-from kvferry.shared.compression.draft import add_draft
+from kvferry.shared.compression.draft import greedy as greedily
+from kvferry.shared.compression.draft import run_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import Ahead, LayerInputs
@@ -34,11 +35,10 @@ def model() -> TransformersModel:
     return load_model(DEMO_MODEL, name="demo", device="cpu")
 
 
-def draft(model: TransformersModel, captured: CapturedPrompt, num_draft: int) -> list[LayerInputs]:
+def draft(model: TransformersModel, captured: CapturedPrompt, num_draft: int) -> tuple[LayerInputs, ...]:
     assert captured.logits is not None
-    return add_draft(
-        model, captured.layers, logits=captured.logits, num_draft=num_draft, states=captured.states
-    )
+    draw = greedily(model.spec, num_draft)
+    return run_draft(model, captured.layers, logits=captured.logits, draw=draw, states=captured.states).layers
 
 
 def full_answer(model: TransformersModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -46,12 +46,13 @@ def full_answer(model: TransformersModel, prompt: list[int], num_tokens: int) ->
     return [token.token_id for token in tokens]
 
 
-def assert_ahead_is(found: list[LayerInputs], expected: CapturedPrompt, num_ahead: int) -> None:
+def assert_ahead_is(found: tuple[LayerInputs, ...], expected: CapturedPrompt, num_ahead: int) -> None:
     """Args: expected: the capture of the prompt and the draft's tokens."""
     for its, whole in zip(found, expected.layers, strict=True):
         assert its.ahead is not None
         torch.testing.assert_close(its.ahead.queries, whole.queries[:, :, -num_ahead:], atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(its.ahead.keys, whole.keys[:, -num_ahead:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(its.ahead.values, whole.values[:, -num_ahead:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 203])
@@ -105,8 +106,9 @@ def test_a_caller_may_end_it_before_any_token(model: TransformersModel) -> None:
         if len(calls) == 3:
             raise Cancelled("the client left")
 
+    draw = greedily(model.spec, 8)
     with pytest.raises(Cancelled, match="the client left"):
-        add_draft(model, captured.layers, logits=captured.logits, num_draft=8, before_token=third)
+        run_draft(model, captured.layers, logits=captured.logits, draw=draw, before_token=third)
     assert len(calls) == 3
 
 
@@ -122,7 +124,9 @@ def make_inputs(num_tokens: int, num_ahead: int, group: int) -> LayerInputs:
         keys=draw(2, num_tokens, 8),
         values=draw(2, num_tokens, 8),
         scaling=0.3,
-        ahead=Ahead(queries=3 * draw(2, group, num_ahead, 8), keys=draw(2, num_ahead, 8)),
+        ahead=Ahead(
+            queries=3 * draw(2, group, num_ahead, 8), keys=draw(2, num_ahead, 8), values=draw(2, num_ahead, 8)
+        ),
     )
 
 
@@ -224,7 +228,8 @@ def test_the_draft_weighs_most_and_the_question_three_hundredths(
     inputs = make_inputs(num_tokens, num_ahead, group)
     settings = rdkv_of(plan_for("rdkv-draft", budget=Budget(tokens=2)), inputs).settings
     window = min(32, num_tokens)
-    none = replace(inputs, ahead=Ahead(queries=inputs.queries[:, :, :0], keys=inputs.keys[:, :0]))
+    empty = inputs.keys[:, :0]
+    none = replace(inputs, ahead=Ahead(queries=inputs.queries[:, :, :0], keys=empty, values=empty))
     drafted = reference_weights(inputs, 1, 5) / (1 + num_ahead)
     weights = drafted + 0.03 * reference_weights(none, window, 9) / window
     assert inputs.ahead is not None

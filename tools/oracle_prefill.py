@@ -1,0 +1,92 @@
+"""The oracle's prefill: compresses each layer of a prompt, and drafts if the plan does.
+
+Private to `oracle.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvferry.shared.compression.compress import (
+    WaitingLayer,
+    compress_prompt,
+    compress_waiting,
+    in_layer_order,
+    measure_layer,
+)
+from kvferry.shared.compression.draft import Drafted, Draw, greedy, run_draft
+from kvferry.shared.compression.formats import compress_layer, make_formats
+from kvferry.shared.compression.formats.interface import Tensors
+from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
+from kvferry.shared.model.interface import LanguageModel
+from kvferry.tools.oracle_decode import LayerKV
+
+States = dict[int, Tensors]
+"""Layers' states by layer, of one sequence."""
+
+
+class PassStates:
+    """Implements `LayerStates` for one pass. Args: earlier: the states before it."""
+
+    def __init__(self, earlier: States) -> None:
+        self._earlier = earlier
+        self.after: States = {}
+
+    def load(self, layer: int) -> dict[str, Tensor] | None:
+        state = self._earlier.get(layer)
+        return None if state is None else {name: its[None].clone() for name, its in state.items()}
+
+    def store(self, layer: int, state: Tensors) -> None:
+        self.after[layer] = {name: its[0].clone() for name, its in state.items()}
+
+
+class OraclePrefill:
+    """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
+
+    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: dict[int, LayerKV]) -> None:
+        self._model = model
+        self._resolved = resolved
+        self._history = history
+        self._formats = make_formats(model.spec, resolved)
+        self._num_draft = num_draft_tokens(resolved)
+        self._drafting: list[LayerInputs] = []
+        self._waiting: list[WaitingLayer] = []
+        self._compressed: dict[int, Tensors] = {}
+        self.full: dict[int, LayerKV] = {}
+
+    def history(self, layer: int) -> LayerKV | None:
+        return self._history[layer] if self._history else None
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        full = self.full[layer] = keys.clone(), values.clone()
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
+        if self._num_draft:
+            self._drafting.append(replace(inputs, queries=queries.clone()))
+        elif is_measured(self._resolved):
+            self._waiting.append(measure_layer(self._resolved, inputs))
+        else:
+            self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
+
+    def finish(
+        self, states: States, logits: Tensor, draw: Draw | None
+    ) -> tuple[ResolvedPlan, tuple[Tensors, ...], Drafted | None]:
+        """After the last layer: the plan with each layer's own rows, each layer's tensors, and the draft.
+
+        Args: states, logits: after the prompt; draw: the draft's tokens; None: greedy ones that nobody wants.
+        """
+        if self._drafting:
+            drafted = run_draft(
+                self._model,
+                self._drafting,
+                logits=logits,
+                draw=draw or greedy(self._model.spec, self._num_draft),
+                states=states,
+            )
+            compressed = compress_prompt(self._model.spec, self._resolved, drafted.layers, states)
+            return *compressed, drafted if draw is not None else None
+        if self._waiting:
+            return *compress_waiting(self._model.spec, self._resolved, self._waiting, states), None
+        return self._resolved, in_layer_order(self._model.spec, self._compressed, states), None
