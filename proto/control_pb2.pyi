@@ -1011,11 +1011,8 @@ class FirstToken(_message.Message):
     METHOD_FIELD_NUMBER: _builtins.int
     REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     FULL_BYTES_FIELD_NUMBER: _builtins.int
-    PREFILL_S_FIELD_NUMBER: _builtins.int
-    COMPRESS_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     REUSE_SOURCE_FIELD_NUMBER: _builtins.int
-    RETAINED_FRACTIONS_FIELD_NUMBER: _builtins.int
     HISTORY_SOURCE_FIELD_NUMBER: _builtins.int
     HISTORY_TIER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -1023,16 +1020,12 @@ class FirstToken(_message.Message):
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
-    prefill_s: _builtins.float
-    compress_s: _builtins.float
     queue_s: _builtins.float
     reuse_source: Global___ReuseSource.ValueType
     history_source: Global___HistorySource.ValueType
     history_tier: _builtins.str
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
-    @_builtins.property
-    def retained_fractions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
     @_builtins.property
@@ -1044,11 +1037,8 @@ class FirstToken(_message.Message):
         method: _builtins.str = ...,
         reused_tokens: _builtins.int = ...,
         full_bytes: _builtins.int = ...,
-        prefill_s: _builtins.float = ...,
-        compress_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
         reuse_source: Global___ReuseSource.ValueType = ...,
-        retained_fractions: _abc.Iterable[_builtins.float] | None = ...,
         history_source: Global___HistorySource.ValueType = ...,
         history_tier: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___SampledToken] | None = ...,
@@ -1056,7 +1046,7 @@ class FirstToken(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compress_s", b"compress_s", "full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "retained_fractions", b"retained_fractions", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "sibling_tokens", b"sibling_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "sibling_tokens", b"sibling_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1089,20 +1079,30 @@ class TransferDone(_message.Message):
     BYTES_BY_KIND_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     DELTA_BYTES_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    COMPRESS_S_FIELD_NUMBER: _builtins.int
+    RETAINED_FRACTIONS_FIELD_NUMBER: _builtins.int
     transfer_s: _builtins.float
     delta_bytes: _builtins.int
+    prefill_s: _builtins.float
+    compress_s: _builtins.float
     @_builtins.property
     def bytes_by_kind(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def retained_fractions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
         bytes_by_kind: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         transfer_s: _builtins.float = ...,
         delta_bytes: _builtins.int | None = ...,
+        prefill_s: _builtins.float = ...,
+        compress_s: _builtins.float = ...,
+        retained_fractions: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes", "delta_bytes", b"delta_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes", "bytes_by_kind", b"bytes_by_kind", "delta_bytes", b"delta_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes", "bytes_by_kind", b"bytes_by_kind", "compress_s", b"compress_s", "delta_bytes", b"delta_bytes", "prefill_s", b"prefill_s", "retained_fractions", b"retained_fractions", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delta_bytes: _TypeAlias = _typing.Literal["delta_bytes"]  # noqa: Y015
     _WhichOneofArgType__delta_bytes: _TypeAlias = _typing.Literal["_delta_bytes", b"_delta_bytes"]  # noqa: Y015

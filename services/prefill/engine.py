@@ -19,7 +19,7 @@ import torch
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
-from kvferry.services.prefill.job import PrefillJob, SessionTurns
+from kvferry.services.prefill.job import PrefillJob, SessionTurns, Shipped
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
@@ -27,13 +27,14 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
-from kvferry.shared.control.messages import FirstToken
+from kvferry.shared.control.messages import FirstToken, TokenGenerated
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.process.freeing_rate import LONGEST_S
 from kvferry.shared.process.heartbeat import Heartbeat
+from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import carrier, stage
 from kvferry.shared.wire.messages import EndRecord, Manifest
@@ -57,9 +58,9 @@ _HISTORY_CREDIT_BYTES = 64 << 20
 class PrefillEngine:
     """Runs jobs on one thread, in the order of `schedule.py`.
 
-        submit ──► waiting ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► first
+        submit ──► waiting ──► run: begin turn, open transfer ──► layers ──► sample ──► end record ──► shipped
                                     │ error or cancelled
-                                    └──► transfer aborted, turn dropped, error raised by `first`
+                                    └──► transfer aborted, turn dropped, error raised by `shipped`
 
     If the plan measures its layer budgets, the transfer is opened after the last layer.
 
@@ -141,8 +142,8 @@ class PrefillEngine:
             return len(self._schedule)
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a job; the engine resolves its `first`. When the queue is full, the owner that has most of it
-        gives way: its newest job is refused for one of an owner that has fewer.
+        """Queue a job; the engine resolves its `shipped`. When the queue is full, the owner that has most of
+        it gives way: its newest job is refused for one of an owner that has fewer.
 
         Raises:
             CapacityExceeded: too many jobs are waiting.
@@ -249,12 +250,12 @@ class PrefillEngine:
     def _run(self, started: Started) -> None:
         job, is_whole = started.job, False
         try:
-            if not job.first.set_running_or_notify_cancel():
+            if not job.shipped.set_running_or_notify_cancel():
                 return
             job.check_cancelled()
             job.queue_span.end()
             with stage("prefill", job.trace_context, prompt_tokens=job.resolved.num_prompt_tokens):
-                first = self._prefill(started)
+                shipped = self._prefill(started)
             job.check_cancelled()
         except KvferryError as error:
             self._give_up(job, error)
@@ -267,7 +268,7 @@ class PrefillEngine:
                 self._give_up(job, KvferryError(f"request {job.request.request_id} failed in prefill"))
         else:
             with contextlib.suppress(InvalidStateError):  # given up as wedged
-                job.first.set_result(first)
+                job.shipped.set_result(shipped)
                 is_whole = True
         finally:
             with self._condition:
@@ -278,7 +279,7 @@ class PrefillEngine:
         # Without the traceback, whose frames refer to the pass's tensors.
         job.fail(job.cause(error).with_traceback(None))
 
-    def _prefill(self, started: Started) -> FirstToken:
+    def _prefill(self, started: Started) -> Shipped:
         job, spec = started.job, self._model.spec
         request, is_long = job.request, self._schedule.is_long(job)
         self.heartbeat.waits = True
@@ -299,12 +300,13 @@ class PrefillEngine:
             pool=self._handing,
             pool_clock=self._clock,
         )
+        job.opening.tell = partial(self._tell, started, layers)
         logits = layers.run(partial(self.turns.missed, job))
         assert job.transfer is not None
         if not job.opening.tokens:
+            job.sibling_tokens = tuple([sampler.sample(logits) for sampler in job.sibling_samplers])
             job.opening.draw(logits)
         *draft, token = job.opening.tokens
-        sibling_tokens = [sampler.sample(logits) for sampler in job.sibling_samplers]
         job.transfer.finish(
             EndRecord(
                 key=job.key,
@@ -314,27 +316,41 @@ class PrefillEngine:
                 draft=tuple([its.token_id for its in draft]),
             )
         )
-        rows, turn, now_s = job.transfer.rows, job.turn, self._clock()
+        rows, now_s = job.transfer.rows, self._clock()
         self.turns.end(job, rows)
         ran_s, bins, num_tokens = started.ran_s(now_s), request.retained_bins, len(request.prompt_token_ids)
+        shipped = Shipped(
+            method=job.method,
+            full_bytes=spec.full_bytes(num_tokens),
+            queue_s=now_s - job.submitted_s - ran_s,
+            prefill_s=ran_s,
+            compress_s=layers.times.compress_s,
+            retained_fractions=kept_fractions(rows.positions, num_tokens, bins) if bins else (),
+        )
+        self._observe(job, shipped, layers.times)
+        return shipped
+
+    def _tell(self, started: Started, layers: PromptPass, token: SampledToken) -> None:
+        """Tell the service of a token that the opening has drawn."""
+        job = started.job
+        if len(job.opening.tokens) > 1:
+            job.tell(TokenGenerated(token=token))
+            return
+        turn, now_s = job.turn, self._clock()
         reused_by_tier = turn.reused_by_tier if turn is not None else {}
         first = FirstToken(
             token=token,
-            method=job.resolved.method,
+            method=job.method,
             reused_tokens=job.num_reused,
-            full_bytes=spec.full_bytes(num_tokens),
-            prefill_s=ran_s,
-            compress_s=layers.times.compress_s,
-            queue_s=now_s - job.submitted_s - ran_s,
+            full_bytes=self._model.spec.full_bytes(len(job.request.prompt_token_ids)),
+            queue_s=now_s - job.submitted_s - started.ran_s(now_s),
             reuse_source=turn.reuse_source if turn is not None else "session",
-            retained_fractions=kept_fractions(rows.positions, num_tokens, bins) if bins else (),
             history_source=job.history_source,
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
-            sibling_tokens=tuple(sibling_tokens),
+            sibling_tokens=job.sibling_tokens,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )
-        self._observe(job, first, layers.times)
-        return first
+        job.tell(first)
 
     def _open(self, job: PrefillJob, measured: ResolvedPlan) -> None:
         """Open the transfer of the final plan."""
@@ -374,18 +390,18 @@ class PrefillEngine:
             retained_depth=job.retained.depth if job.retained is not None else 0,
         )
 
-    def _observe(self, job: PrefillJob, first: FirstToken, times: PassTimes) -> None:
+    def _observe(self, job: PrefillJob, shipped: Shipped, times: PassTimes) -> None:
         model, metrics, turn = self._model.spec.name, job.metrics, job.turn
-        metrics.prefill_tokens.labels(model).inc(len(job.request.prompt_token_ids) - first.reused_tokens)
-        metrics.queue.labels("prefill").observe(first.queue_s)
-        metrics.prefill.labels(model, first.method).observe(first.prefill_s)
-        metrics.compress.labels(model, first.method).observe(times.compress_s)
-        metrics.pack.labels(model, first.method).observe(times.pack_s)
+        metrics.prefill_tokens.labels(model).inc(len(job.request.prompt_token_ids) - job.num_reused)
+        metrics.queue.labels("prefill").observe(shipped.queue_s)
+        metrics.prefill.labels(model, job.method).observe(shipped.prefill_s)
+        metrics.compress.labels(model, job.method).observe(times.compress_s)
+        metrics.pack.labels(model, job.method).observe(times.pack_s)
         if turn is not None:
             metrics.history_store.labels(model).observe(times.history_store_s)
             for tier, num_tokens in turn.reused_by_tier.items():
                 metrics.history_reused_tokens.labels(tier).inc(num_tokens)
-        if first.reused_tokens:
+        if job.num_reused:
             metrics.history_load.labels(model).observe(times.history_load_s)
 
     def _fail_waiting(self) -> None:
@@ -393,5 +409,5 @@ class PrefillEngine:
             self._stopping = True
             waiting = self._schedule.clear()
         for job in waiting:
-            if job.first.set_running_or_notify_cancel():
+            if job.shipped.set_running_or_notify_cancel():
                 job.fail(WorkerUnavailable("the prefill engine is stopped", reason="closed"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 
 import structlog
 
@@ -22,6 +23,7 @@ from kvferry.shared.control.messages import (
     PrefillRequest,
     SessionKey,
     Ticket,
+    TokenGenerated,
     calling_router,
 )
 from kvferry.shared.errors import HistoryMiss, KvferryError, TransferFailed
@@ -30,6 +32,7 @@ from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
+from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import begin, current_context
@@ -45,6 +48,18 @@ _SHIPPED_INDEX_SHARE = 16
 """It is at most this part of the memory for history, without which the positions are of no use."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """A prompt of which the sender has everything. Attributes: as of `FirstToken` and `TransferDone`."""
+
+    method: str
+    full_bytes: int
+    queue_s: float
+    prefill_s: float
+    compress_s: float
+    retained_fractions: tuple[float, ...]
+
+
 class PrefillJob:
     """A request, its transfer and its staged turn.
 
@@ -52,7 +67,7 @@ class PrefillJob:
            │                  │            │
            └──────────────────┴── cancel ──┴──► transfer aborted, staged turn dropped
 
-    The engine's thread attaches the transfer and the turn while RUNNING, and resolves `first` at the end.
+    The engine's thread attaches the transfer and the turn while RUNNING, and resolves `shipped` at the end.
     `cancel` may be called from any thread at any time. It ends what is attached at that time. The engine
     checks for cancellation after attaching something and before each layer, and then ends that too.
 
@@ -65,7 +80,8 @@ class PrefillJob:
         ticket: decode's reservation; another one once `redirect` was called.
         lock: held while the transfer is opened or redirected.
         opening: the completion's first tokens.
-        sibling_samplers: of the request's siblings, which draw their first token.
+        tell: given them as events, by the engine's thread.
+        sibling_samplers, sibling_tokens: of the request's siblings, and their first tokens.
         has_plain_rows: whether every layer has, which decode can retain.
         retained: rows that decode retains and that need not be shipped; set before the transfer opens.
         num_observed: see `num_observed_queries`.
@@ -105,6 +121,8 @@ class PrefillJob:
         ]
         most = num_draft_tokens(self.resolved) if self.ships_draft else 0
         self.opening = Opening(sampler, ending, most=min(most, self.resolved.max_new_tokens - 1))
+        self.tell: Callable[[FirstToken | TokenGenerated], None] = lambda event: None
+        self.sibling_tokens: tuple[SampledToken, ...] = ()
         self.submitted_s = submitted_s
         self.deadline_s = deadline_s
         self.metrics = metrics
@@ -116,7 +134,7 @@ class PrefillJob:
         self.lock = threading.Lock()
         self.trace_context = current_context()
         self.queue_span = begin("queue")
-        self.first: Future[FirstToken] = Future()
+        self.shipped: Future[Shipped] = Future()
         self.transfer: PromptTransfer | None = None
         self.turn: StagedTurn | None = None
         self.history_source: HistorySource | None = None
@@ -185,7 +203,7 @@ class PrefillJob:
         """Free everything, then pass the error to the waiting request, unless it has one already."""
         self._abandon(error.reason)
         with contextlib.suppress(InvalidStateError):
-            self.first.set_exception(error)
+            self.shipped.set_exception(error)
 
     def _abandon(self, reason: str) -> None:
         """End the transfer and the staged turn, if they are attached. Idempotent."""

@@ -20,7 +20,7 @@ class Opening:
 
     Attributes:
         tokens: so far.
-        tell: called with each token but the last one, by the engine's thread.
+        tell: called with each.
 
     Args: most: tokens of a draft at most; the completion has at least one more.
     """
@@ -39,7 +39,6 @@ class Opening:
         """
         token = self._sampler.sample(logits)
         self.tokens.append(token)
-        if self._ending.stops(token.token_id) or len(self.tokens) > self._most:
-            return None
         self.tell(token)
-        return token.token_id
+        is_last = self._ending.stops(token.token_id) or len(self.tokens) > self._most
+        return None if is_last else token.token_id

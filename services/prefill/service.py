@@ -18,7 +18,7 @@ import structlog
 
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.engine import PrefillEngine
-from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.job import PrefillJob, Shipped
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.applicable import applicable_methods
@@ -56,7 +56,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.sampling.grammar import GrammarCompiler
-from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, SampledToken
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
@@ -76,7 +76,7 @@ class PrefillService:
     """Implements `PrefillControl`. Owns the engine's thread, the block server, the sender and the store, and
     closes them.
 
-        prefill: validate ──► job ──► engine ──► tokens ──► FirstToken ──► acknowledgement ──► TransferDone
+        prefill: validate ──► job ──► engine ──► FirstToken, ... ──► acknowledgement ──► TransferDone
                                └── generator closed, deadline, error: job cancelled at any stage
         staged turn: begun by the engine ──► generated rows from the receiver ──► commit_turn | abort_turn
     """
@@ -223,12 +223,11 @@ class PrefillService:
         try:
             self._engine.submit(job)
             self._jobs.add(job)
-            while (token := await self._before(deadline_s, drawn.get(), "prefill")) is not None:
-                yield TokenGenerated(token=token)
-            first = job.first.result()
-            yield first
+            while (event := await self._before(deadline_s, drawn.get(), "prefill")) is not None:
+                yield event
+            shipped = job.shipped.result()
             with stage("acknowledge"):
-                done = await self._acknowledged(job, first, deadline_s)
+                done = await self._acknowledged(job, shipped, deadline_s)
             finished = True
         except Cancelled as error:
             raise job.cause(error) from None
@@ -367,7 +366,7 @@ class PrefillService:
         if problem:
             raise InvalidRequest(f"prompt_logprobs is {count}; {problem}", param="prompt_logprobs")
 
-    async def _acknowledged(self, job: PrefillJob, first: FirstToken, deadline_s: float) -> TransferDone:
+    async def _acknowledged(self, job: PrefillJob, shipped: Shipped, deadline_s: float) -> TransferDone:
         """Wait for decode's acknowledgement and record the transfer's metrics."""
         transfer = job.transfer
         assert transfer is not None
@@ -375,17 +374,24 @@ class PrefillService:
         wait_s = max(0.0, deadline_s - self._clock()) + 1.0
         waiting = asyncio.get_running_loop().run_in_executor(self._waiters, transfer.wait, wait_s)
         transfer_s = await self._before(deadline_s, waiting, "the transfer")
-        sent, metrics, by = transfer.bytes_by_kind, job.metrics, (self._model.spec.name, first.method)
+        sent, metrics, by = transfer.bytes_by_kind, job.metrics, (self._model.spec.name, shipped.method)
         for kind, size_bytes in sent.items():
             metrics.kv_transfer_bytes.labels(*by, kind).inc(size_bytes)
         metrics.kv_resent_bytes.labels(*by).inc(transfer.resent_bytes)
-        metrics.kv_full_bytes.labels(*by).inc(first.full_bytes)
-        metrics.kv_compression_ratio.labels(*by).observe(first.full_bytes / sum(sent.values()))
+        metrics.kv_full_bytes.labels(*by).inc(shipped.full_bytes)
+        metrics.kv_compression_ratio.labels(*by).observe(shipped.full_bytes / sum(sent.values()))
         metrics.transfer.labels(*by).observe(transfer_s)
         if job.retained is not None:
             metrics.kv_delta_saved_bytes.labels(*by).inc(transfer.rows.saved_bytes)
         delta_bytes = sent["rows"] if job.retained is not None else None
-        return TransferDone(bytes_by_kind=sent, transfer_s=transfer_s, delta_bytes=delta_bytes)
+        return TransferDone(
+            bytes_by_kind=sent,
+            transfer_s=transfer_s,
+            delta_bytes=delta_bytes,
+            prefill_s=shipped.prefill_s,
+            compress_s=shipped.compress_s,
+            retained_fractions=shipped.retained_fractions,
+        )
 
     async def _before(self, deadline_s: float, work: Awaitable[T], what: str) -> T:
         try:
@@ -429,14 +435,14 @@ class PrefillService:
             job.fail(error)
 
 
-def _drawn(job: PrefillJob) -> asyncio.Queue[SampledToken | None]:
-    """The tokens of a job's opening as they come, then None."""
-    queue, loop = asyncio.Queue[SampledToken | None](), asyncio.get_running_loop()
+def _drawn(job: PrefillJob) -> asyncio.Queue[FirstToken | TokenGenerated | None]:
+    """The tokens that a job draws as they come, then None."""
+    queue, loop = asyncio.Queue[FirstToken | TokenGenerated | None](), asyncio.get_running_loop()
 
-    def put(token: SampledToken | None) -> None:
+    def put(event: FirstToken | TokenGenerated | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
-            loop.call_soon_threadsafe(queue.put_nowait, token)
+            loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    job.opening.tell = put
-    job.first.add_done_callback(lambda _: put(None))
+    job.tell = put
+    job.shipped.add_done_callback(lambda _: put(None))
     return queue

@@ -150,7 +150,7 @@ class TransferAccepted:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenGenerated:
-    """A token of a completion: decode's after those of prefill, or prefill's before its `FirstToken`."""
+    """A token of a completion: prefill's after the first one, or decode's after those of prefill."""
 
     token: SampledToken
 
@@ -260,19 +260,15 @@ class RedirectRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
-    """In a Prefill stream, after the tokens of a draft: the token that decode goes on from, which without a
-    draft is the first one.
+    """First event of a Prefill stream: the token sampled from the logits of the full prompt. Those of a draft
+    follow (`TokenGenerated`); decode goes on from the last.
 
     Attributes:
         method: the method in effect ("full" if the budget covers the prompt).
         reused_tokens: prompt tokens whose KV came from history.
         reuse_source: whose history that was.
         full_bytes: size of the whole prompt's KV without compression.
-        prefill_s: the forward pass, including compression.
-        compress_s: compression alone.
         queue_s: time spent waiting for the engine.
-        retained_fractions: of each of the request's `retained_bins` stretches of the prompt, the fraction of
-            rows retained over the KV heads, for each layer with rows in turn; empty if none were requested.
         history_source: how prefill got the session's KV; None if there was none.
         history_tier: the slowest tier that KV was loaded from; "" if none was.
         prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is
@@ -284,11 +280,8 @@ class FirstToken:
     method: str
     reused_tokens: int
     full_bytes: int
-    prefill_s: float
-    compress_s: float
     queue_s: float
     reuse_source: ReuseSource = "session"
-    retained_fractions: tuple[float, ...] = ()
     history_source: HistorySource | None = None
     history_tier: str = ""
     prompt_logprobs: tuple[SampledToken, ...] = ()
@@ -304,11 +297,18 @@ class TransferDone:
         transfer_s: from sending the first block to the last acknowledgement.
         delta_bytes: bytes of the rows shipped, if only those were that decode does not retain; None if all
             were.
+        prefill_s: the forward pass, including a draft and compression.
+        compress_s: compression alone.
+        retained_fractions: of each of the request's `retained_bins` stretches of the prompt, the fraction of
+            rows retained over the KV heads, for each layer with rows in turn; empty if none were requested.
     """
 
     bytes_by_kind: dict[str, int]
     transfer_s: float
     delta_bytes: int | None = None
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    retained_fractions: tuple[float, ...] = ()
 
 
 PrefillEvent = TokenGenerated | FirstToken | TransferDone

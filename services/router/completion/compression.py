@@ -243,7 +243,7 @@ def kv_report(
             report["quality"], report["retention"] = chosen.quality, plan.budget.retention
     if first is not None:
         report["history"], report["history_tier"] = first.history_source, first.history_tier or None
-        if fractions := first.retained_fractions:
+        if fractions := stats[0].retained_fractions:
             num_bins = min(num_kept_bins, num_prompt_tokens)
             layers = [fractions[start : start + num_bins] for start in range(0, len(fractions), num_bins)]
             report["kept_by_layer"] = [[round(fraction, 4) for fraction in layer] for layer in layers]

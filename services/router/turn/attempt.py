@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from kvferry.services.router.turn.waiting import cancelled, until
 from kvferry.services.router.turn.worker_pool import Role, Worker
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.resolve import resolve_plan
@@ -52,7 +53,6 @@ _Told = TypeVar("_Told", GenerateRequest, PrefillRequest)
 
 CUT_OFF_S = 10.0
 """Time limit for returning the delivered tokens of a cut-off turn to the history."""
-_CLOSE_TIMEOUT_S = 5.0
 _REDIRECT_TIMEOUT_S = 10.0
 _ACCEPT_TIMEOUT_S = 10.0
 """How long after a whole transfer decode may take to say that it has it."""
@@ -91,6 +91,7 @@ class TurnStats:
         shipped_bytes: everything that crossed the wire.
         delta_bytes: newly selected rows, where decode had retained the others; else None.
         cache_bytes: decode's memory for the sequence at its end.
+        retained_fractions: of the first attempt that shipped; see `TransferDone`.
         smaller_budget: the least budget in tokens with which decode, short of memory, served an attempt; None
             if it never gave less than the request asked for.
         prefill_address, worker_request_id: where, and under which id, history was staged last.
@@ -104,6 +105,7 @@ class TurnStats:
     cache_bytes: int = 0
     smaller_budget: int | None = None
     prefill_s: float = 0.0
+    retained_fractions: tuple[float, ...] = ()
     transfer_s: float = 0.0
     replays: int = 0
     prefill_address: str = ""
@@ -141,10 +143,10 @@ class Attempt:
 
         decode:   ticket ────────────────────────► accepted ─► tokens ─► finished ─► history returned
                     ▲         └ failed ─► another worker's ticket, to which prefill ships again
-        prefill:    └─► draft ─► first token ─► transfer done
+        prefill:    └─► first token, those of a draft ─► transfer done
 
-    The tokens of a draft and the first token, from which decode goes on, come from prefill and are yielded at
-    once; decode's wait for them. Finished waits for `TransferDone`, which has the sizes.
+    Prefill's tokens are yielded at once; decode's, which go on after them, wait for them. Finished waits for
+    `TransferDone`, which has the sizes.
     Closing either stream (an error, cancellation) frees what its worker has reserved.
 
     Attributes:
@@ -202,7 +204,7 @@ class Attempt:
                             raise
             finally:
                 if self._shipping is not None:
-                    await _cancel(self._shipping)
+                    await cancelled(self._shipping)
 
     def _moves(self, error: KvferryError) -> bool:
         """Whether the attempt goes on with another decode worker, to which prefill ships what it has."""
@@ -226,13 +228,10 @@ class Attempt:
                     await self._redirect(ticket)
                 accepting = asyncio.create_task(self._acceptance(decoding))
                 try:
-                    while self._drawn or not self._has_first:
-                        if self._drawn:
+                    while not (self._accepted and self._has_first):
+                        await self._await_news(self._shipping, accepting)
+                        while self._drawn:
                             yield self._in_order(self._drawn.popleft())
-                            continue
-                        self._news = asyncio.get_running_loop().create_future()
-                        await _until(self._news, self._shipping, accepting)
-                    await _until(accepting, self._shipping, patience_s=_ACCEPT_TIMEOUT_S)
                     if self._share is not None and not self._share.done():
                         has_tokens = len(self.sibling_tokens) == len(self._request.siblings)
                         self._share.set_result(self if has_tokens else None)
@@ -240,16 +239,20 @@ class Attempt:
                     async for event in decoding:
                         match event:
                             case TokenGenerated(token=token):
+                                async for drawn in self._drawn_before(token.index):
+                                    yield drawn
                                 yield self._in_order(token)
                             case GenerationFinished(finish_reason=reason, cache_bytes=cache_bytes):
                                 await self.shipped()
+                                while self._drawn:
+                                    yield self._in_order(self._drawn.popleft())
                                 self.stats.cache_bytes = cache_bytes
                                 finished = True
                                 yield Finished(reason=reason)
                     if not finished:
                         raise WorkerUnavailable("Decode's stream ended before the completion did")
                 finally:
-                    await _cancel(accepting)
+                    await cancelled(accepting)
 
     async def shipped(self) -> None:
         """Wait until prefill has sent everything, or was lost after it had."""
@@ -339,11 +342,14 @@ class Attempt:
                                 self._take(token)
                             case FirstToken(token=token):
                                 stats.first = stats.first or event
-                                stats.prefill_s += event.prefill_s
                                 self.sibling_tokens = event.sibling_tokens
                                 self._has_first = True
                                 self._take(token)
                             case TransferDone(delta_bytes=delta_bytes):
+                                stats.prefill_s += event.prefill_s
+                                stats.retained_fractions = (
+                                    stats.retained_fractions or event.retained_fractions
+                                )
                                 stats.shipped_bytes += sum(event.bytes_by_kind.values())
                                 stats.transfer_s += event.transfer_s
                                 if delta_bytes is not None:
@@ -359,8 +365,27 @@ class Attempt:
     def _take(self, token: SampledToken) -> None:
         """Take a token of prefill's, for whoever waits for it."""
         self._drawn.append(token)
+        self._tell()
+
+    def _tell(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
+
+    async def _await_news(self, *tasks: asyncio.Task[None]) -> None:
+        """Wait for a token of prefill's, or for decode's acceptance. Args: tasks: prefill's first."""
+        if not self._drawn:
+            self._news = asyncio.get_running_loop().create_future()
+            await until(self._news, *tasks, patience_s=_ACCEPT_TIMEOUT_S)
+
+    async def _drawn_before(self, index: int) -> AsyncGenerator[SampledToken, None]:
+        """Prefill's tokens below an index."""
+        assert self._shipping is not None, "decode has the prompt"
+        while self._due_index is None or self._due_index < index:
+            while self._drawn:
+                yield self._in_order(self._drawn.popleft())
+            if self._shipping.done():
+                return
+            await self._await_news(self._shipping)
 
     # ---- decode ------------------------------------------------------------------------------------------
 
@@ -390,6 +415,7 @@ class Attempt:
             if not isinstance(await anext(decoding, None), TransferAccepted):
                 raise WorkerUnavailable("Decode's stream ended before the transfer was accepted")
             self._accepted = True
+            self._tell()
 
     def _in_order(self, token: SampledToken) -> SampledToken:
         if self._due_index not in (None, token.index):
@@ -406,40 +432,3 @@ def _is_of_release(error: KvferryError) -> bool:
         return True
     is_plain = isinstance(error, InvalidRequest) and error.reason == InvalidRequest.category
     return is_plain and (error.param or "").startswith(("kv_compression", "ticket"))
-
-
-async def _until(
-    wanted: asyncio.Future[Any], *tasks: asyncio.Task[None], patience_s: float | None = None
-) -> None:
-    """Wait for one future while other tasks run; a failure of any of them ends the wait at once.
-
-    Of two failures, a lost worker says more than the transfer that broke with it.
-
-    Args: patience_s: how long to wait once the other tasks have ended.
-    Raises: WorkerUnavailable: that was not enough.
-    """
-    while not wanted.done():
-        pending = {future for future in (wanted, *tasks) if not future.done()}
-        timeout_s = patience_s if len(pending) == 1 else None
-        done, _ = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        _raise_failure(tasks)
-        if not done:
-            raise WorkerUnavailable(
-                f"Decode did not say within {timeout_s} s that it has a transfer that ended", reason="silent"
-            )
-    if isinstance(wanted, asyncio.Task):
-        _raise_failure((wanted, *tasks))
-
-
-def _raise_failure(tasks: tuple[asyncio.Task[Any], ...]) -> None:
-    failed = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-    if failed:
-        raise next((error for error in failed if isinstance(error, WorkerUnavailable)), failed[0])
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    """End a task, so that the stream it reads can be closed."""
-    task.cancel()
-    await asyncio.wait((task,), timeout=_CLOSE_TIMEOUT_S)
-    if task.done() and not task.cancelled():
-        task.exception()  # retrieved, or asyncio would log it

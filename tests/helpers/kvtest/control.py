@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,12 +170,16 @@ class PrefillService:
             method="full",
             reused_tokens=1,
             full_bytes=2**40,
+            queue_s=0.125,
+        )
+        yield TokenGenerated(token=replace(TOKEN, index=TOKEN.index + 1))
+        yield TransferDone(
+            bytes_by_kind={"rows": 2**33, "index": 0},
+            transfer_s=0.5,
             prefill_s=0.5,
             compress_s=0.25,
-            queue_s=0.125,
             retained_fractions=(0.0, 0.5, 1.0),
         )
-        yield TransferDone(bytes_by_kind={"rows": 2**33, "index": 0}, transfer_s=0.5)
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         self.asked.append(request)

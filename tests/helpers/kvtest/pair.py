@@ -83,12 +83,12 @@ async def answer(
             ticket=forge(issued.ticket),
             session=request.session,
         )
-        first, done = [event async for event in prefill.prefill(asked, timeout_s=WAIT_S)]
+        first, *later, done = [event async for event in prefill.prefill(asked, timeout_s=WAIT_S)]
         rest = [event async for event in stream]
     assert isinstance(first, FirstToken)
     assert isinstance(done, TransferDone)
     assert isinstance(rest[-1], HistoryReturned) == request.store_history
-    drawn = [event.token for event in rest if isinstance(event, TokenGenerated)]
+    drawn = [event.token for event in (*later, *rest) if isinstance(event, TokenGenerated)]
     return Turn(ticket=issued.ticket, sampled=[first.token, *drawn], done=done, reused=first.reused_tokens)
 
 

@@ -257,12 +257,12 @@ class Harness:
         events: list[PrefillEvent] = [
             event async for event in self.service.prefill(request, timeout_s=WAIT_S)
         ]
-        *others, first, done = events
-        draft = [event.token for event in others if isinstance(event, TokenGenerated)]
-        assert len(draft) == len(others)
+        first, *others, done = events
+        later = [event.token for event in others if isinstance(event, TokenGenerated)]
+        assert len(later) == len(others)
         assert isinstance(first, FirstToken)
         assert isinstance(done, TransferDone)
-        self.drawn[request.request_id] = [*draft, first.token]
+        self.drawn[request.request_id] = [first.token, *later]
         return first, done
 
     async def commit(self, request: PrefillRequest, token_ids: tuple[int, ...] | None = None) -> HistoryInfo:

@@ -296,12 +296,7 @@ class ScriptedPrefill(_Worker):
                 method=request.ticket.plan.plan.method,
                 reused_tokens=self._reused(request),
                 full_bytes=len(request.prompt_token_ids) * self.script.spec.kv_token_bytes,
-                prefill_s=0.002,
-                compress_s=0.001,
                 queue_s=0.0,
-                retained_fractions=tuple(
-                    b / max(1, request.retained_bins - 1) for b in range(request.retained_bins)
-                ),
                 prompt_logprobs=self._prompt_logprobs(request),
                 sibling_tokens=tuple(
                     self.script.sample(request.prompt_token_ids, its, its.first_index)
@@ -313,7 +308,14 @@ class ScriptedPrefill(_Worker):
                 raise TransferFailed("The ticket is not known")
             transfer.first_token.set_result(token)
             fault(1)
-            yield TransferDone(bytes_by_kind=TRANSFER_BYTES, transfer_s=0.004)
+            num_bins = request.retained_bins
+            yield TransferDone(
+                bytes_by_kind=TRANSFER_BYTES,
+                transfer_s=0.004,
+                prefill_s=0.002,
+                compress_s=0.001,
+                retained_fractions=tuple(b / max(1, num_bins - 1) for b in range(num_bins)),
+            )
 
     @staticmethod
     def _prompt_logprobs(request: PrefillRequest) -> tuple[SampledToken, ...]:

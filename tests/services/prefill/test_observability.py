@@ -91,7 +91,7 @@ async def test_bytes_shipped_are_counted_by_kind_and_equal_the_answer(harness: H
     assert first.full_bytes == 150 * harness.model.spec.kv_token_bytes
     ratio = harness.metric("kv_compression_ratio_sum", method="snapkv")
     assert ratio == pytest.approx(first.full_bytes / sum(done.bytes_by_kind.values()))
-    assert first.prefill_s >= first.compress_s > 0
+    assert done.prefill_s >= done.compress_s > 0
     assert first.queue_s >= 0
     assert done.transfer_s >= 0
 

@@ -185,12 +185,12 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
 async def test_the_picture_of_kept_rows_is_of_all_heads(several: ParallelModel) -> None:
     async with started(several) as made:
         request = made.to_ranks(plan=SNAPKV, retained_bins=10)
-        first, _ = await made.run(request)
+        _, done = await made.run(request)
         positions = {}
         for layer in range(several.spec.num_layers):
             index = [made.ranks[head].sink.rows(key_of(request, head), layer, "index") for head in (0, 1)]
             positions[layer] = [head[0].numpy() for head in index]
-    assert first.retained_fractions == kept_fractions(positions, num_tokens=len(PROMPT), num_bins=10)
+    assert done.retained_fractions == kept_fractions(positions, num_tokens=len(PROMPT), num_bins=10)
 
 
 async def test_a_prompt_that_is_run_again_ships_every_layer_once_in_every_rank(

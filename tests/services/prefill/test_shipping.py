@@ -118,13 +118,13 @@ async def test_rows_on_the_wire_are_the_selection_of_a_plain_run(
 async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harness: Harness) -> None:
     plan = plan_for("snapkv", budget=Budget(tokens=48))
     request = dataclasses.replace(harness.request(make_prompt(200), plan=plan), retained_bins=8)
-    first, _ = await harness.run(request)
+    _, done = await harness.run(request)
     spec = harness.model.spec
     key = key_of(request)
     rows = [harness.sink.rows(key, layer, "index").flatten() for layer in range(spec.num_layers)]
     counts = torch.cat([torch.bincount(its.long() // 25, minlength=8) for its in rows])
-    assert first.retained_fractions == pytest.approx((counts / (25 * spec.num_kv_heads)).tolist())
-    assert sum(first.retained_fractions) == pytest.approx(spec.num_layers * 48 / 25)
+    assert done.retained_fractions == pytest.approx((counts / (25 * spec.num_kv_heads)).tolist())
+    assert sum(done.retained_fractions) == pytest.approx(spec.num_layers * 48 / 25)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 97])

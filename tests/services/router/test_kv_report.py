@@ -20,8 +20,6 @@ FIRST = FirstToken(
     method="kivi",
     reused_tokens=0,
     full_bytes=1000,
-    prefill_s=0.1,
-    compress_s=0.0,
     queue_s=0.0,
 )
 TURN = TurnStats(first=FIRST, shipped_bytes=1000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,17 @@ async def test_generate_streams_every_event(decode: Any, decode_client: GrpcDeco
 
 
 async def test_prefill_answers_every_call(prefill: Any, prefill_client: GrpcPrefillClient) -> None:
-    first, done = await kit.collect(prefill_client.prefill(kit.PREFILL_REQUEST, timeout_s=kit.WAIT_S))
+    first, later, done = await kit.collect(prefill_client.prefill(kit.PREFILL_REQUEST, timeout_s=kit.WAIT_S))
     assert isinstance(first, FirstToken)
     assert first.token == kit.TOKEN
-    assert done == TransferDone(bytes_by_kind={"rows": 2**33, "index": 0}, transfer_s=0.5)
+    assert later == TokenGenerated(token=replace(kit.TOKEN, index=2))
+    assert done == TransferDone(
+        bytes_by_kind={"rows": 2**33, "index": 0},
+        transfer_s=0.5,
+        prefill_s=0.5,
+        compress_s=0.25,
+        retained_fractions=(0.0, 0.5, 1.0),
+    )
     commit = CommitTurnRequest(request_id="r", session=kit.SESSION, token_ids=(1, 2))
     assert await prefill_client.commit_turn(commit, timeout_s=kit.WAIT_S) == HistoryInfo(
         num_tokens=2, size_bytes=2**40
