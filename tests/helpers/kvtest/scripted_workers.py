@@ -47,9 +47,9 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Transfer:
-    """One reservation: the scripted prefill puts the first token here for the scripted decode."""
+    """One reservation: the scripted prefill puts the tokens that it draws here for the scripted decode."""
 
-    first_token: asyncio.Future[SampledToken] = field(
+    drawn: asyncio.Future[list[SampledToken]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -114,6 +114,8 @@ class Script:
         token: the completion's token at an index, given the client's prompt.
         token_delay_s: between two tokens.
         prefill_delay_s: before the first token.
+        num_drafted: how many tokens prefill draws after the first one.
+        may_draft: while it is cleared, the second of them waits.
         may_prefill, may_decode, may_return: while one is cleared, first tokens, later tokens or returns of
             history wait. A turn that is to finish waits for no later token.
     """
@@ -123,6 +125,8 @@ class Script:
     new_assembler: Callable[[SamplingParams], TextAssembler]
     token_delay_s: float = 0.0
     prefill_delay_s: float = 0.0
+    num_drafted: int = 0
+    may_draft: asyncio.Event = field(default_factory=_open)
     may_prefill: asyncio.Event = field(default_factory=_open)
     may_decode: asyncio.Event = field(default_factory=_open)
     may_return: asyncio.Event = field(default_factory=_open)
@@ -135,6 +139,14 @@ class Script:
             return SampledToken(token_id=token_id, index=index)
         top = tuple((token_id + rank, -0.5 - rank) for rank in range(sampling.logprobs))
         return SampledToken(token_id=token_id, index=index, logprob=-0.5, top_logprobs=top)
+
+    def stops(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Callable[[int], bool]:
+        """Return what takes each token of a completion and says whether it ends with it."""
+        assembler = self.new_assembler(sampling)
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.spec.eos_token_ids)}
+        for token_id in prompt[len(prompt) - sampling.first_index :]:
+            assembler.push(token_id)
+        return lambda token_id: assembler.push(token_id).stopped or token_id in ends
 
 
 class _Worker:
@@ -229,34 +241,31 @@ class ScriptedDecode(_Worker):
             yield TicketIssued(ticket=ticket)
             if request.shares is not None:
                 assert request.shares.request_id in self.shared
-                first = request.shares.first_token
+                drawn = [request.shares.first_token]
             else:
-                first = await asyncio.wait_for(
-                    self._wire.transfers[ticket.transfer_id].first_token, TIMEOUT_S
-                )
+                drawn = await asyncio.wait_for(self._wire.transfers[ticket.transfer_id].drawn, TIMEOUT_S)
             fault(0)
             if request.num_siblings:
                 self.shared.add(request.request_id)
             yield TransferAccepted(transfer_s=0.001)
             sampling = request.sampling
-            assembler = self.script.new_assembler(sampling)
-            ends = set(sampling.stop_token_ids) | (
-                set() if sampling.ignore_eos else set(self.script.spec.eos_token_ids)
-            )
-            for token_id in request.prompt_token_ids[len(request.prompt_token_ids) - sampling.first_index :]:
-                assembler.push(token_id)
-            token = first
+            stops = self.script.stops(request.prompt_token_ids, sampling)
             for count in itertools.count(1):
-                stopped = assembler.push(token.token_id).stopped or token.token_id in ends
-                if stopped or count == sampling.max_tokens or request.request_id in self.finishing:
+                if count <= len(drawn):
+                    token = drawn[count - 1]
+                else:
+                    await self.next_step()
+                    await self._may_go_on(request.request_id)
+                    fault(count - 1)
+                    index = sampling.first_index + count - 1
+                    token = self.script.sample(request.prompt_token_ids, sampling, index)
+                    yield TokenGenerated(token=token)
+                stopped = stops(token.token_id)
+                is_cut = request.request_id in self.finishing and count >= len(drawn)
+                if stopped or count == sampling.max_tokens or is_cut:
                     reason = "stop" if stopped else "length"
                     yield GenerationFinished(finish_reason=reason, num_tokens=count, cache_bytes=2048)
                     break
-                await self.next_step()
-                await self._may_go_on(request.request_id)
-                fault(count)
-                token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index + count)
-                yield TokenGenerated(token=token)
             if request.store_history:
                 await self.script.may_return.wait()
                 if self.history_error is not None:
@@ -289,10 +298,10 @@ class ScriptedPrefill(_Worker):
             await self.script.may_prefill.wait()
             fault(0)
             sampling = request.sampling
-            token = self.script.sample(request.prompt_token_ids, sampling, sampling.first_index)
+            drawn = self._drawn(request)
             assert request.ticket.plan is not None
             yield FirstToken(
-                token=token,
+                token=drawn[0],
                 method=request.ticket.plan.plan.method,
                 reused_tokens=self._reused(request),
                 full_bytes=len(request.prompt_token_ids) * self.script.spec.kv_token_bytes,
@@ -303,10 +312,13 @@ class ScriptedPrefill(_Worker):
                     for its in request.siblings
                 ),
             )
+            for token in drawn[1:]:
+                await self.script.may_draft.wait()
+                yield TokenGenerated(token=token)
             transfer = self._wire.transfers.pop(request.ticket.transfer_id, None)
-            if transfer is None or transfer.first_token.done():
+            if transfer is None or transfer.drawn.done():
                 raise TransferFailed("The ticket is not known")
-            transfer.first_token.set_result(token)
+            transfer.drawn.set_result(drawn)
             fault(1)
             num_bins = request.retained_bins
             yield TransferDone(
@@ -316,6 +328,18 @@ class ScriptedPrefill(_Worker):
                 compress_s=0.001,
                 retained_fractions=tuple(b / max(1, num_bins - 1) for b in range(num_bins)),
             )
+
+    def _drawn(self, request: PrefillRequest) -> list[SampledToken]:
+        """The first token, and those of a draft, to the end of the completion at most."""
+        sampling, drawn = request.sampling, list[SampledToken]()
+        most = 1 if request.siblings else min(1 + self.script.num_drafted, sampling.max_tokens)
+        stops = self.script.stops(request.prompt_token_ids, sampling)
+        while len(drawn) < most:
+            index = sampling.first_index + len(drawn)
+            drawn.append(self.script.sample(request.prompt_token_ids, sampling, index))
+            if stops(drawn[-1].token_id):
+                break
+        return drawn
 
     @staticmethod
     def _prompt_logprobs(request: PrefillRequest) -> tuple[SampledToken, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kvtest.router import SPEC, scripted_token
-from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire
+from kvtest.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, Wire, failing_at, lost
 from kvtest.waiting import eventually
 
 from kvferry.services.router.turn.attempt import Admitted, Finished, TurnRequest
@@ -99,8 +99,49 @@ async def test_a_turn_yields_admission_each_token_once_and_the_end(workers: Work
     assert workers.prefill.active == workers.decode.active == set()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-async def test_lost_workers_repeat_neither_admission_nor_tokens(workers: Workers, count: int) -> None:
+@pytest.mark.parametrize("num_drafted", [1, 4, 5, 9])
+async def test_the_tokens_of_a_draft_come_before_decodes(workers: Workers, num_drafted: int) -> None:
+    workers.script.num_drafted = num_drafted
+    turn = Turn(workers.runner, workers.request())
+    events = [event async for event in turn.events()]
+    tokens = [event for event in events if isinstance(event, SampledToken)]
+    assert [token.token_id for token in tokens] == expected(workers)
+    assert [token.index for token in tokens] == list(range(NUM_TOKENS))
+    assert events[-1] == Finished(reason="length")
+
+
+async def test_a_token_of_a_draft_does_not_wait_for_the_next(workers: Workers) -> None:
+    workers.script.num_drafted = 3
+    workers.script.may_draft.clear()
+    tokens = []
+    async for event in Turn(workers.runner, workers.request()).events():
+        if isinstance(event, SampledToken):
+            tokens.append(event.token_id)
+            if len(tokens) == 1:
+                workers.script.may_draft.set()
+    assert tokens == expected(workers)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_workers_lost_during_a_draft_repeat_no_token(workers: Workers, role: str) -> None:
+    workers.script.num_drafted = 3
+    workers.script.may_draft.clear()
+    tokens = []
+    async for event in Turn(workers.runner, workers.request()).events():
+        if isinstance(event, SampledToken):
+            tokens.append(event.token_id)
+            if len(tokens) == 1:
+                getattr(workers, role).faults = [failing_at(1 if role == "prefill" else 0, lost())]
+                workers.script.may_draft.set()
+    assert tokens == expected(workers)
+
+
+@pytest.mark.parametrize(("count", "num_drafted"), [(1, 0), (2, 0), (3, 2), (4, 2)])
+async def test_lost_workers_repeat_neither_admission_nor_tokens(
+    workers: Workers, count: int, num_drafted: int
+) -> None:
+    workers.script.num_drafted = num_drafted
+
     def lose(num_tokens: int) -> None:
         if num_tokens == count:
             raise WorkerUnavailable("gone")
