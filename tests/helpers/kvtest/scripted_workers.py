@@ -297,7 +297,6 @@ class ScriptedPrefill(_Worker):
             await asyncio.sleep(self.script.prefill_delay_s)
             await self.script.may_prefill.wait()
             fault(0)
-            sampling = request.sampling
             drawn = self._drawn(request)
             assert request.ticket.plan is not None
             yield FirstToken(

@@ -158,7 +158,7 @@ async def test_other_methods_take_no_draft(begin, request_of):
     made.shipper.offer(transfer, cache)
     with pytest.raises(TransferFailed):
         transfer.wait(20)
-    with pytest.raises(TransferFailed, match="its draft has keys, values.* of 8 tokens; rows of 1 to 0"):
+    with pytest.raises(TransferFailed, match=r"its draft has keys, values.* of 8 tokens; rows of 1 to 0"):
         [event async for event in stream]
 
 
