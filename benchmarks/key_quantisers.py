@@ -4,13 +4,13 @@
                                         [--variants K4/64,...] [--output FILE]
 
 Every token is kept. Of each question about a real document (`benchmarks/real`), the full cache's greedy
-answer is fed to a cache whose prompt's keys or values were quantised and restored, and compared with the full cache
-by divergence, token by token. So all variants see the same tokens, and their KL is paired.
+answer is fed to a cache whose prompt's keys or values were quantised and restored, and compared with the
+full cache by divergence, token by token. So all variants see the same tokens, and their KL is paired.
 
 A variant is K or V, bits, and how: `K4/64` has a scale and a minimum of 16 bits for each channel and 64
 tokens, `K4/all` for each channel; `V4` for each token. `K4/64+first4` keeps the first 4 tokens exact,
 `K4/64+hadamard` rotates each head's channels first, `K4/64+unrotated` quantises keys before rotary positions.
-`K8/fp8` and `V8/fp8` are FP8 E4M3 with one scale a head. `rows` is what a value takes, its headers included.
+`K8/fp8` and `V8/fp8` are FP8 E4M3 with one scale a head. "Bits a value" has the headers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def hadamard(size: int) -> Tensor:
 
 
 def rotated(unrotate: Callable[[Tensor], Tensor], keys: Tensor, unrotated: Tensor) -> Tensor:
-    """Keys at their positions again. Undoing rotary positions is a rotation, so its transpose is the contrary.
+    """Keys at their positions again. What undoes rotary positions is a rotation; its transpose undoes it.
 
     Args: keys: post-RoPE, for the shape; unrotated: to be rotated.
     """

@@ -309,8 +309,8 @@ class PromptPass:
         self.times.compress_s += self._clock() - begin_s
 
     def _num_left_bytes(self, inputs: LayerInputs) -> int:
-        """What K and V of the layers from this one on take, and twice this one's to run a token."""
-        num_left = self._model.spec.num_layers - inputs.layer + 2
+        """What K and V of the layers from this one on take, twice because a draft joins its rows to them."""
+        num_left = 2 * (self._model.spec.num_layers - inputs.layer) + 2
         return num_left * self._num_distinct * inputs.keys.nbytes
 
     def _ship_waiting(self, logits: Tensor) -> None:

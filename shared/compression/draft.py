@@ -107,18 +107,23 @@ class _Draft:
         self, device: torch.device, layers: Sequence[LayerInputs], states: Mapping[int, Tensors]
     ) -> None:
         self._device = device
-        self._prompt = {its.layer: its for its in layers}
+        self._rows = {its.layer: (its.keys, its.values) for its in layers}
+        self._on_host = {its.layer for its in layers if its.keys.device != device}
         self.ahead: dict[int, Ahead] = {}
         self.states = dict(states)
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
-        prompt, ahead = self._prompt[layer], self.ahead.get(layer)
-        keys, values = prompt.keys.to(self._device), prompt.values.to(self._device)
+        keys, values = self._rows[layer]
+        if layer not in self._on_host:
+            return keys, values
+        keys, values, ahead = keys.to(self._device), values.to(self._device), self.ahead.get(layer)
         if ahead is None:
             return keys, values
         return torch.cat([keys, ahead.keys], 1), torch.cat([values, ahead.values], 1)
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        if layer not in self._on_host:
+            self._rows[layer] = keys, values  # the rows so far and this one: not joined again
         ahead = Ahead(queries=queries.clone(), keys=keys[:, -1:].clone(), values=values[:, -1:].clone())
         former = self.ahead.get(layer)
         self.ahead[layer] = ahead if former is None else former.followed_by(ahead)
