@@ -76,8 +76,9 @@ class CacheWriter:
                 rows = [layers[layer] for layers in pinned.layers]
                 self._receiving = DeltaLayer(place.format, layer, pinned.chain, rows)
             own, drafted = split(specs)
-            count = drafted_tokens(place.format, drafted, most=self._most_drafted)
-            if place.format.name != STATE_FORMAT:
+            has_rows = place.format.name != STATE_FORMAT
+            count = drafted_tokens(place.format, drafted, most=self._most_drafted if has_rows else 0)
+            if has_rows:
                 self._num_drafted[layer] = count
             self._tensors = self._receiving.receive(own, self._regions)
             self._drafted = {

@@ -48,9 +48,15 @@ def with_draft(fmt: LayerFormat, encoded: Encoded, ahead: Ahead) -> Encoded:
 
 
 def split(named: Mapping[str, _Its]) -> tuple[dict[str, _Its], dict[str, _Its]]:
-    """What is the format's own, and what is a draft's, by its names without the prefix."""
+    """What is the format's own, and what is a draft's, by its names without the prefix.
+
+    Raises: InvalidTensors: a draft's come before others.
+    """
     own = {name: its for name, its in named.items() if not name.startswith(_PREFIX)}
-    return own, {name[len(_PREFIX) :]: its for name, its in named.items() if name not in own}
+    names = list(named)
+    if names[: len(own)] != list(own):
+        raise InvalidTensors(f"its tensors are {', '.join(names)}; a draft's come last", reason="draft")
+    return own, {name[len(_PREFIX) :]: named[name] for name in names[len(own) :]}
 
 
 def parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:

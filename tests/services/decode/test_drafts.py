@@ -136,7 +136,12 @@ def other_names(layer):
     return {name.replace("draft_keys", "draft_rows"): its for name, its in layer.items()}
 
 
-@pytest.mark.parametrize("change", [without_rows, cut, poisoned, longer, other_names])
+def before_the_others(layer):
+    rows = {name: its for name, its in layer.items() if name.startswith("draft_")}
+    return rows | without_rows(layer)
+
+
+@pytest.mark.parametrize("change", [without_rows, cut, poisoned, longer, other_names, before_the_others])
 async def test_rows_that_are_no_draft_s_are_refused(begin, request_of, change):
     made, stream, transfer, cache = await begin(drafting(request_of))
     cache.layers[1] = change(cache.layers[1])
