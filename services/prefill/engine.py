@@ -21,7 +21,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
 from kvferry.services.prefill.job import PrefillJob, SessionTurns, Shipped
 from kvferry.services.prefill.parts import PrefillRanks
-from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
+from kvferry.services.prefill.prompt_pass import PassTimes, PromptLogprobs, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
@@ -300,7 +300,7 @@ class PrefillEngine:
             pool=self._handing,
             pool_clock=self._clock,
         )
-        job.opening.tell = partial(self._tell, started, layers)
+        job.opening.tell = partial(self._tell, started, layers.logprobs)
         logits = layers.run(partial(self.turns.missed, job))
         assert job.transfer is not None
         if not job.opening.tokens:
@@ -330,7 +330,7 @@ class PrefillEngine:
         self._observe(job, shipped, layers.times)
         return shipped
 
-    def _tell(self, started: Started, layers: PromptPass, token: SampledToken) -> None:
+    def _tell(self, started: Started, logprobs: PromptLogprobs | None, token: SampledToken) -> None:
         """Tell the service of a token that the opening has drawn."""
         job = started.job
         if len(job.opening.tokens) > 1:
@@ -346,7 +346,7 @@ class PrefillEngine:
             queue_s=now_s - job.submitted_s - started.ran_s(now_s),
             reuse_source=turn.reuse_source if turn is not None else "session",
             history_source=job.history_source,
-            prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
+            prompt_logprobs=tuple(logprobs.tokens) if logprobs is not None else (),
             sibling_tokens=job.sibling_tokens,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
         )

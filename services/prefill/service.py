@@ -207,8 +207,10 @@ class PrefillService:
             await self._grammars.check(grammar, request.owner)
             matcher = partial(self._grammars.matcher, grammar, request.owner)
             matchers = [await asyncio.to_thread(matcher) for _ in (request.sampling, *request.siblings)]
-        prompt, spec = request.prompt_token_ids, self._model.spec
-        ending = await asyncio.to_thread(Ending, request.sampling, prompt, spec, self._tokenizer)
+        spec = self._model.spec
+        if request.sampling.stop:
+            await asyncio.to_thread(self._tokenizer)
+        ending = Ending(request.sampling, request.prompt_token_ids, spec, self._tokenizer)
         job = PrefillJob(
             request,
             spec,
