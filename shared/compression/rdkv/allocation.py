@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,12 +84,14 @@ def solve_knapsack(
 ) -> Tensor:
     """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`: RDKV's multiple-choice knapsack (Eq. 6).
 
-    The increments along epsilon's lower convex hull are taken in order of gain per bit, which is the limit of
-    Algorithm 2's bisection on lambda, until one does not fit. Fewer bits than that increment's (at most 16)
-    are then left, so a head's distortion exceeds the optimum by less than 16 lambda (Prop. A.3). Of the next
-    increments, the first that fits is taken too. All heads are solved at once.
+    The increments along epsilon's lower convex hull are taken in order of gain per bit, lambda. Those before
+    the first that does not fit are the limit of Algorithm 2's bisection on lambda. Less than that increment's
+    bits (at most 16) is then left, so a head's distortion exceeds the optimum by less than 16 lambda, lambda
+    being that increment's (weak duality, Prop. A.3). Every later increment that still fits is taken, too,
+    which only lowers the distortion. All heads are solved at once.
 
-    Deviation: Algorithm 2 may return an allocation up to 1 % over budget. Here every head is within it.
+    Deviation: Algorithm 2 may return an allocation up to 1 % over budget, and leaves unspent what the
+    bisection leaves. Here every head is within its budget, and what is left is filled.
 
     Args:
         weights: `[H, U]`, finite, at least 0 (`are_usable`).
@@ -101,42 +104,53 @@ def solve_knapsack(
         whose weights are not finite or negative, any of them.
     """
     assert budget_bits.shape == weights.shape[:1], (weights.shape, budget_bits.shape)
-    costs, num_units = weights.double(), weights.shape[1]
-    steps, gains = _increments(tuple(curve), tuple(widths), costs.device)
-    gained, order = (
-        (costs[:, None, :] * gains[None, :, None]).flatten(1).sort(dim=1, descending=True, stable=True)
-    )
+    num_units, device = weights.shape[1], weights.device
+    hull = lower_hull(tuple(curve), tuple(widths))
+    reached, gains = _on_device(hull, device)
+    weighed = weights.double()[:, None, :] * gains[None, :, None]
+    gained, order = weighed.flatten(1).sort(dim=1, descending=True, stable=True)
     # every unit starts with the least width; the hull's increments are added to it
     budgets = budget_bits - widths[0] * num_units if widths[0] else budget_bits
-    bits = take_increments(order, gained, steps, budgets, num_units=num_units)
-    return (bits + widths[0] if widths[0] else bits).to(torch.uint8)
+    return reached[take_increments(order, gained, hull.steps, budgets, num_units=num_units)]
+
+
+class Hull(NamedTuple):
+    """The lower convex hull of epsilon from the least width on. For any lambda the best widths are on it.
+
+    Attributes:
+        widths: at its points.
+        steps: bits from each point to the next.
+        gains: of each step, per bit and unit weight; they descend.
+    """
+
+    widths: tuple[int, ...]
+    steps: tuple[int, ...]
+    gains: tuple[float, ...]
 
 
 @functools.cache
-def _increments(
-    curve: tuple[float, ...], widths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """`hull_increments` on a device: int64 and float64."""
-    steps, gains = hull_increments(curve, widths)
-    with torch.inference_mode(False):
-        return (
-            torch.tensor(steps, dtype=torch.int64, device=device),
-            torch.tensor(gains, dtype=torch.float64, device=device),
-        )
-
-
-def hull_increments(curve: Sequence[float], widths: Sequence[int]) -> tuple[list[int], list[float]]:
-    """The increments along the lower convex hull of epsilon, from the least width on: bits, and gain per bit
-    and unit weight, which descends. For any lambda the cheapest widths are on the hull."""
+def lower_hull(curve: tuple[float, ...], widths: tuple[int, ...]) -> Hull:
+    """Return the hull of epsilon at some of `WIDTHS`. Args: curve: at each of `WIDTHS`; widths: as of
+    `solve_knapsack`."""
     points = [(width, curve[WIDTHS.index(width)]) for width in widths]
-    steps: list[int] = []
-    gains: list[float] = []
+    reached, steps, gains = [widths[0]], list[int](), list[float]()
     while better := [its for its in points if its[0] > points[0][0] and its[1] < points[0][1]]:
         width, epsilon = points[0]
         slopes = [(epsilon - its[1]) / (its[0] - width) for its in better]
         best = slopes.index(max(slopes))
-        steps.append(better[best][0] - width)
+        points = better[best:]
+        reached.append(points[0][0])
+        steps.append(points[0][0] - width)
         # rounding must not put a unit's later increment before an earlier one
         gains.append(min([slopes[best], *gains[-1:]]))
-        points = better[best:]
-    return steps, gains
+    return Hull(tuple(reached), tuple(steps), tuple(gains))
+
+
+@functools.cache
+def _on_device(hull: Hull, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A hull's widths, uint8, and gains, float64."""
+    with torch.inference_mode(False):
+        return (
+            torch.tensor(hull.widths, dtype=torch.uint8, device=device),
+            torch.tensor(hull.gains, dtype=torch.float64, device=device),
+        )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.shared.compression.rdkv.allocation import are_usable, hull_increments, solve_knapsack
+from kvferry.shared.compression.rdkv.allocation import are_usable, lower_hull, solve_knapsack
 from kvferry.shared.compression.rdkv.epsilon import PAPER_TABLES, WIDTHS
 
 CURVES = [c for table in PAPER_TABLES.values() for c in (table.key_curve, table.value_curve)]
@@ -50,11 +50,18 @@ def distortion(weights, curve, bits):
 
 def first_gains_left(weights, curve, widths, bits):
     """lambda of each head: the largest gain per bit that the hull still has for a unit, float64 `[H]`."""
-    steps, gains = hull_increments(curve, widths)
-    reached = torch.tensor(steps).cumsum(0) + widths[0]
-    left = torch.tensor([*gains, 0.0], dtype=torch.float64)
-    taken = (bits.long()[:, :, None] >= reached).sum(dim=2)
+    hull = lower_hull(tuple(curve), tuple(widths))
+    left = torch.tensor([*hull.gains, 0.0], dtype=torch.float64)
+    taken = (bits.long()[:, :, None] >= torch.tensor(hull.widths)).sum(dim=2) - 1
     return (weights.double() * left[taken]).amax(dim=1)
+
+
+def least_step_left(weights, curve, widths, bits):
+    """The bits of the smallest next increment that gains something, over a head's units; None without one."""
+    hull = lower_hull(tuple(curve), tuple(widths))
+    following = dict(zip(hull.widths, hull.steps, strict=False))
+    steps = [following.get(b) for w, b in zip(weights, bits[0].tolist(), strict=True) if w > 0]
+    return min((step for step in steps if step is not None), default=None)
 
 
 def lower_bounds(weights, curve, widths, bits, budgets):
@@ -68,8 +75,8 @@ def lower_bounds(weights, curve, widths, bits, budgets):
 
 
 def check(bits, weights, curve, budget, widths=WIDTHS):
-    """Returns the distortion and its lower bound. Fewer bits are left than the largest increment has, unless
-    no bits are worth anything, so the gap to the bound is less than lambda times these (Prop. A.3)."""
+    """Returns the distortion and its lower bound. Fewer bits are left than any increment has that gains
+    something, so the gap to the bound is less than lambda times the largest (Prop. A.3)."""
     assert set(bits[0].tolist()) <= set(widths)
     assert int(bits.long().sum()) <= budget
     rows, budgets = torch.tensor([weights], dtype=torch.float64), torch.tensor([budget])
@@ -77,7 +84,9 @@ def check(bits, weights, curve, budget, widths=WIDTHS):
     value = float(distortion(rows, curve, bits))
     bound = float(lower_bounds(rows, curve, widths, bits, budgets))
     assert value - bound <= lam * max(widths) * (1 + 1e-9) + 1e-9 * max(weights)
-    assert left < 16 or lam == 0
+    step = least_step_left(weights, curve, widths, bits)
+    assert step is None or left < step
+    assert step is not None or lam == 0
     assert 0 <= bound <= value * (1 + 1e-9) + 1e-12
     return value, bound
 
