@@ -266,7 +266,7 @@ class FirstToken:
         method: the method in effect ("full" if the budget covers the prompt).
         reused_tokens: prompt tokens whose KV came from history.
         reuse_source: whose history that was.
-        full_bytes: size of the whole prompt's KV without compression.
+        full_bytes: size of the whole prompt's KV without compression (`ModelSpec.full_bytes`).
         prefill_s: the forward pass, including compression.
         compress_s: compression alone.
         queue_s: time spent waiting for the engine.
