@@ -17,7 +17,7 @@ from torch import Tensor
 from kvferry.shared.model.spec import DTYPE_BYTES
 from kvferry.shared.sampling.params import SampledToken
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_PAYLOAD_BYTES = 4 << 20
 """The most tensor bytes in one message."""
 MAX_MANIFEST_BYTES = 1 << 20
