@@ -110,7 +110,7 @@ def measure(
     prompt, answer = list(example.prompt_token_ids), list(example.answer_token_ids)
     whole = generator.capture([*prompt, *answer[:-1]])
     captured, weights = generator.capture(prompt), answer_weights(model, whole, len(prompt))
-    counted = replace(model.spec, dtype="float16")
+    counted = replace(model.spec, dtype="float16", checkpoint_dtype=None)
     assert captured.logits is not None
     first_is_right = int(captured.logits.argmax()) == answer[0]
     full = generator.compress(captured, plan=plan_for("full"), max_new_tokens=len(answer))

@@ -136,8 +136,8 @@ def knapsack_cases(shape: BatchShape) -> Iterator[OpCheck]:
         gains = weights[:, None] * torch.tensor([3.0, 1.0, 0.25], dtype=torch.float64)[:, None]
         gained, order = gains.flatten(1).sort(dim=1, descending=True, stable=True)
         budgets = torch.arange(shape.num_kv_heads) * 701 % 3000
-        device, steps = shape.device, torch.tensor([2, 2, 12])
-        arguments = order.to(device), gained.to(device), steps.to(device), budgets.to(device)
+        device = shape.device
+        arguments = order.to(device), gained.to(device), (2, 2, 12), budgets.to(device)
         in_torch = partial(take_increments_torch, *arguments, PROMPT_TOKENS)
         return (
             launch("knapsack.triton_kernel.take_increments", in_torch) if launched else in_torch()

@@ -50,7 +50,7 @@ def kivi_case(
         rows = QuantisedRows(keys=new_keys, values=new_values, length=new - 1, quantised=quantised)
         first, step = kivi_fields(new_keys.flatten(), rows)
         for column, start in zip((0, 1, 6, 7, 3, 4), where, strict=True):
-            first[column] = start // (4 if column in (6, 7) else model.dtype.itemsize)
+            first[column] = start // {6: 4, 7: 2}.get(column, model.dtype.itemsize)
         table += [[at + h * by for at, by in zip(first, step, strict=True)] for h in range(heads)]
     queries = random(batch_size, heads, model.group_size, head_dim)
     output = torch.full_like(queries, torch.nan)

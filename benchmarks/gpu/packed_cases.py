@@ -192,9 +192,8 @@ def knapsack_case(model: Model, *, length: int, device: Device, seed: int) -> Ca
     # a unit's increments in their order, whatever they gain
     order = (order % length).sort(dim=1, stable=True).indices.argsort(dim=1)
     order = order % 4 * length + order // 4
-    steps = torch.tensor([2, 2, 4, 8], device=device)
     budgets = torch.full((model.num_kv_heads,), 2 * length, device=device)
-    arguments = (order, gained, steps, budgets, length)
+    arguments = (order, gained, (2, 2, 4, 8), budgets, length)
     return Case(
         row=6,
         kernel="knapsack",

@@ -270,7 +270,7 @@ def _mixed(chip: Chip, shape: Shape) -> Iterator[dict[str, Any]]:
     row_bytes = block_tokens * token_bytes
     # a group a tile, with a scale and a minimum for each of K's channels and V's tokens
     code_bytes = GROUP_TOKENS * shape.head_dim * KIVI_BITS // 4
-    coded_bytes = code_bytes + 8 * (shape.head_dim + GROUP_TOKENS)
+    coded_bytes = code_bytes + 4 * (shape.head_dim + GROUP_TOKENS)
     kivi = compiled_row("_kivi_decode_kernel", chip.arch, shape, special=f"{KIVI_BITS} bits")
     for row, tokens, tile_bytes, in_flight, min_tiles in (
         (dense, block_tokens, row_bytes, dense["shared_bytes"] // 2, MIN_SPLIT_BYTES // row_bytes),

@@ -28,9 +28,9 @@ LEFT_KEY_OFFSET, LEFT_VALUE_OFFSET, NUM_LEFT, CODE_OFFSET, SCALE_OFFSET, NUM_GRO
     ROW_FIELDS, FIELDS
 )
 """Columns, after those of the new rows: the prompt's rows that are not quantised; codes, counted in int32,
-and scales, counted in float32, of the first group; groups; width of a code."""
+and scales, counted in float16, of the first group; groups; width of a code."""
 _OFFSETS = LEFT_KEY_OFFSET, LEFT_VALUE_OFFSET, CODE_OFFSET, SCALE_OFFSET
-WORD_BYTES = 4
+WORD_BYTES, HEADER_BYTES = 4, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,13 @@ def kivi_fields(base: Tensor, rows: QuantisedRows) -> Fields:
     """As `row_fields`, for this kernel's descriptors."""
     quantised, start = rows.quantised, base.data_ptr()
     first, step = row_fields(base, rows, quantised.keys, quantised.values)
-    words = quantised.codes, quantised.scales
-    first += [quantised.keys.shape[1], *((its.data_ptr() - start) // WORD_BYTES for its in words)]
+    codes, scales = quantised.codes, quantised.scales
+    first.append(quantised.keys.shape[1])
+    first += [(codes.data_ptr() - start) // WORD_BYTES, (scales.data_ptr() - start) // HEADER_BYTES]
     # tensors without elements have no address
-    for its, column in zip((quantised.keys, quantised.values, *words), _OFFSETS, strict=True):
+    for its, column in zip((quantised.keys, quantised.values, codes, scales), _OFFSETS, strict=True):
         first[column] = first[column] if its.numel() else 0
-    step += [0, *(its.stride(0) * its.element_size() // WORD_BYTES for its in words)]
+    step += [0, codes.stride(0) // WORD_BYTES, scales.stride(0)]
     return [*first, quantised.codes.shape[1], quantised.bits], [*step, 0, 0]
 
 

@@ -32,7 +32,7 @@ class KiviRows:
         bits: b, 2, 4 or 8.
         codes: uint8 `[H_kv, g, D * 4 b + 32 * ceil(D b / 8)]`: of each group the K codes of channel 0, 1, ...
             and then the V codes of token 0, 1, ..., each packed as `kernels.packed.value_rows` packs a row.
-        scales: float32 `[H_kv, g, 2 D + 64]`: K scales, K minima, V scales, V minima.
+        scales: float16 `[H_kv, g, 2 D + 64]`: K scales, K minima, V scales, V minima (`half_headers`).
         keys, values: `[H_kv, r, D]`, the last r rows as they are.
         latent_dim: of latent rows, the first channels of K that are V, too: there are no codes, scales and
             minima of V, and `values` have as many channels. 0: K and V are quantised each.
@@ -99,14 +99,14 @@ def kivi_quantise(keys: Tensor, values: Tensor, bits: int, *, latent_dim: int = 
     """Quantise whole groups of rows; the others stay as they are.
 
     Deviation: KIVI leaves up to 128 of the latest tokens in full precision and quantises them as they fill
-    up; here those beyond the last whole group stay, n mod 32.
+    up; here those beyond the last whole group stay, n mod 32. Scales and minima are float16.
 
     Args:
         keys, values: floating `[H_kv, n, D]`, n >= 0.
         latent_dim: of latent rows, as of `KiviRows`; values are then the keys' first channels.
 
     Raises:
-        ValueError: shapes differ, another width, or a value to quantise that is not finite.
+        ValueError: shapes differ, another width, or a value to quantise that is not finite in float16.
     """
     value_shape = (*keys.shape[:2], latent_dim or keys.shape[-1])
     if keys.ndim != 3 or values.shape != value_shape or not keys.is_floating_point():
@@ -123,7 +123,7 @@ def kivi_quantise(keys: Tensor, values: Tensor, bits: int, *, latent_dim: int = 
     if not latent_dim:
         to_quantise.append(values[:, :grouped].reshape(shape))
     for rows in to_quantise:
-        row_codes, row_scales, minima = quantise_rows(rows, bits)
+        row_codes, row_scales, minima = quantise_rows(rows, bits, half=True)
         packed = pack_value_rows(row_codes.flatten(0, 2), bits)
         codes.append(packed.view(num_kv_heads, groups, rows.shape[2] * packed.shape[1]))
         scales += [row_scales, minima]
@@ -141,7 +141,7 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
     """K and V `[H_kv, n, D]` in the dtype of the unquantised rows; codes become `s code + min` in float32."""
     num_kv_heads, num_left, head_dim = rows.keys.shape
     grouped = rows.num_rows - num_left
-    keys = rows.scales.new_empty(num_kv_heads, grouped, head_dim)
+    keys = torch.empty(num_kv_heads, grouped, head_dim, device=rows.codes.device)
     values = keys[:, :, : rows.latent_dim] if rows.latent_dim else torch.empty_like(keys)
     for start, *of_keys in key_tiles(rows):
         tile = dequantise_rows(*of_keys).transpose(2, 3).flatten(1, 2)
@@ -154,12 +154,12 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
 
 
 def key_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """A tile's first token; K codes float32 `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`."""
+    """A tile's first token; K codes `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, float32."""
     return _tiles(rows, rows.keys.shape[2], GROUP_TOKENS, 0, 0)
 
 
 def value_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """A tile's first token; V codes float32 `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`. Of
+    """A tile's first token; V codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`, float32. Of
     latent rows there are none."""
     head_dim = rows.keys.shape[2]
     key_bytes = head_dim * value_row_bytes(rows.bits, GROUP_TOKENS)
@@ -176,6 +176,6 @@ def _tiles(
     for first in range(0, octets.shape[1], TILE_GROUPS):
         tile = octets[:, first : first + TILE_GROUPS]
         codes = unpack_value_rows(tile.reshape(-1, row_bytes), rows.bits, row_codes)
-        scales, minima = torch.split(headers[:, first : first + TILE_GROUPS], num_rows, dim=2)
+        scales, minima = torch.split(headers[:, first : first + TILE_GROUPS].float(), num_rows, dim=2)
         shape = (octets.shape[0], tile.shape[1], num_rows, row_codes)
         yield first * GROUP_TOKENS, codes.view(shape), scales, minima

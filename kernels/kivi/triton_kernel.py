@@ -43,6 +43,7 @@ from kvferry.kernels.split_attention import (
 _WARP_SIZE = 32
 _GROUP = tl.constexpr(GROUP_TOKENS)
 _WORD_ALIGN = tl.constexpr(ALIGNMENT_BYTES // 4)
+_HEADER_ALIGN = tl.constexpr(ALIGNMENT_BYTES // 2)
 
 
 @triton.jit
@@ -76,8 +77,8 @@ def _key_tile(
     group, d = first + x // BLOCK_D, x % BLOCK_D
     ok = (group < num_groups) & (d < D)
     here = scales + group.to(tl.int64) * (2 * D + 2 * _GROUP) + d
-    scale = tl.load(scale_ptr + here, mask=ok, other=0.0)
-    minimum = tl.load(scale_ptr + here + D, mask=ok, other=0.0)
+    scale = tl.load(scale_ptr + here, mask=ok, other=0.0).to(tl.float32)
+    minimum = tl.load(scale_ptr + here + D, mask=ok, other=0.0).to(tl.float32)
     units = _unpack(words, BITS, GROUPS * BLOCK_D, BITS)
     keys = tl.reshape(_scaled(units, scale[:, None], minimum[:, None], BITS), (GROUPS, BLOCK_D, _GROUP))
     return tl.reshape(tl.permute(keys, (0, 2, 1)), (GROUPS * _GROUP, BLOCK_D))
@@ -96,8 +97,8 @@ def _value_tile(
     mask = ok[:, None] & (w[None, :] < D * BITS // 32)
     words = tl.load(word_ptr + at[:, None] + w[None, :], mask=mask, other=0)
     here = scales + group.to(tl.int64) * (2 * D + 2 * _GROUP) + 2 * D + token
-    scale = tl.load(scale_ptr + here, mask=ok, other=0.0)
-    minimum = tl.load(scale_ptr + here + _GROUP, mask=ok, other=0.0)
+    scale = tl.load(scale_ptr + here, mask=ok, other=0.0).to(tl.float32)
+    minimum = tl.load(scale_ptr + here + _GROUP, mask=ok, other=0.0).to(tl.float32)
     units = _unpack(words, BITS, GROUPS * _GROUP, BLOCK_D * BITS // 32)
     return _scaled(units, scale[:, None], minimum[:, None], BITS)
 
@@ -177,7 +178,7 @@ def _kivi_decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         channel, there = _channels(BITS, D, BLOCK_D)
         codes = tl.multiple_of(tl.load(entry + 6), _WORD_ALIGN)
-        scales = tl.multiple_of(tl.load(entry + 7), _WORD_ALIGN)
+        scales = tl.multiple_of(tl.load(entry + 7), _HEADER_ALIGN)
         for tile in range(begin, tl.minimum(end, first_left)):
             first = tile * GROUPS
             k = _key_tile(word_ptr, scale_ptr, codes, scales, first, num_groups, BITS, D, BLOCK_D, GROUPS)
@@ -201,7 +202,7 @@ def _kivi_decode_kernel(
 
 
 class Buffers(NamedTuple):
-    """What offsets count from: codes as int32, scales as float32, rows in the queries' dtype. All of a batch
+    """What offsets count from: codes as int32, scales as float16, rows in the queries' dtype. All of a batch
     are one arena."""
 
     words: Tensor
@@ -214,7 +215,7 @@ class Buffers(NamedTuple):
     @classmethod
     def of_arena(cls, base: Tensor, codes: Tensor) -> Buffers:
         """Args: the arena in the rows' dtype, and as uint8."""
-        return cls(codes.view(torch.int32), codes.view(torch.float32), base, base, base, base)
+        return cls(codes.view(torch.int32), codes.view(torch.float16), base, base, base, base)
 
 
 def kivi_decode_batch(

@@ -1,4 +1,4 @@
-"""Takes increments of bits in their order until a head's budget is spent: the last part of RDKV's knapsack.
+"""Takes increments of width in their order while they fit a head's budget: the last part of RDKV's knapsack.
 
 Called by `shared/compression/rdkv/allocation.py`, which orders all units' increments by gain per bit. Heads
 are independent of one another; the host waits for nothing.
@@ -6,6 +6,7 @@ are independent of one another; the host waits for nothing.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import torch
@@ -13,48 +14,59 @@ from torch import Tensor
 
 from kvferry.kernels.dispatch import run
 
-NEAR = 64
-"""How many increments after the first that does not fit are tried."""
-
 
 def take_increments(
-    order: Tensor, gained: Tensor, step_bits: Tensor, budgets: Tensor, *, num_units: int
+    order: Tensor, gained: Tensor, costs: tuple[int, ...], budgets: Tensor, *, num_units: int
 ) -> Tensor:
-    """The bits of each unit: increments are taken in order while they fit and gain something; of the next
-    `NEAR`, the first that fits is taken too.
+    """Return how many increments each unit gets. One after another, an increment is taken if it fits what is
+    left, gains something and follows the unit's last one.
+
+    Up to the first that does not fit all are taken. Less is left then than the largest cost, and each later
+    one takes the smallest at least, so few are taken after it.
 
     Args:
         order: int64 `[H, S U]`; an increment's number is its step times U plus its unit. A unit's increments
             come in their order.
         gained: float64 `[H, S U]`, what they gain per bit, descending.
-        step_bits: int64 `[S]`, the bits of each step's increments.
+        costs: S numbers of at least 1: the bits of each step's increments.
         budgets: int64 `[H]`.
         num_units: U.
 
-    Returns: int64 `[H, U]`.
+    Returns: int64 `[H, U]`, 0 to S.
     """
-    in_torch = partial(take_increments_torch, order, gained, step_bits, budgets, num_units)
     if not order.numel():
-        return in_torch()
+        return torch.zeros(len(order), num_units, dtype=torch.int64, device=order.device)
+    in_torch = partial(take_increments_torch, order, gained, costs, budgets, num_units)
     return run("knapsack", order.device, "knapsack.triton_kernel.take_increments", in_torch)
 
 
 def take_increments_torch(
-    order: Tensor, gained: Tensor, step_bits: Tensor, budgets: Tensor, num_units: int
+    order: Tensor, gained: Tensor, costs: tuple[int, ...], budgets: Tensor, num_units: int
 ) -> Tensor:
-    """`take_increments` in torch."""
-    taken = step_bits[order // max(num_units, 1)]
-    fits = (taken.cumsum(dim=1) <= budgets[:, None]) & (gained > 0)
-    units = order % max(num_units, 1)
-    bits = torch.zeros(len(order), num_units, dtype=torch.int64, device=order.device)
-    bits.scatter_add_(1, units, taken * fits)
-    # the next few increments; of each unit, only the one after those it has
-    near = fits.sum(dim=1, keepdim=True) + torch.arange(min(NEAR, order.shape[1]), device=order.device)
-    inside = near < order.shape[1]
-    near = near.clamp(max=max(order.shape[1] - 1, 0))
-    unit, step = units.gather(1, near), (order // max(num_units, 1)).gather(1, near)
-    left = budgets - bits.sum(dim=1)
-    fits_still = inside & (gained.gather(1, near) > 0) & (step_bits[step] <= left[:, None])
-    fits_still &= bits.gather(1, unit) == (step_bits.cumsum(0) - step_bits)[step]
-    first = fits_still & (fits_still.cumsum(dim=1) == 1)
-    return bits.scatter_add_(1, unit, step_bits[step] * first)
+    """`take_increments` in torch. Args: at least one increment."""
+    num_items, device = order.shape[1], order.device
+    cost_of = costs_on(costs, device)
+    taken = cost_of[order // num_units]
+    gains = gained > 0
+    fits = (taken.cumsum(dim=1) <= budgets[:, None]) & gains
+    left = budgets - (taken * fits).sum(dim=1)
+    # where in the order each unit's increments are, and one more that is never reached
+    places = torch.full((len(order), len(costs) + 1, num_units), num_items, device=device)
+    places.flatten(1).scatter_(1, order, torch.arange(num_items, device=device).expand_as(order))
+    levels = (places < fits.sum(dim=1)[:, None, None]).sum(dim=1)
+    num_gaining = gains.sum(dim=1, keepdim=True)
+    for _ in range((max(costs) - 1) // min(costs)):
+        # of each unit the next increment; of these the first that fits
+        cost, place = cost_of[levels], places.gather(1, levels[:, None])[:, 0]
+        first, unit = place.masked_fill(cost > left[:, None], num_items).min(dim=1, keepdim=True)
+        found = first < num_gaining
+        levels.scatter_add_(1, unit, found.long())
+        left = left - (cost.gather(1, unit) * found)[:, 0]
+    return levels
+
+
+@functools.cache
+def costs_on(costs: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the steps' costs on a device, and 0 after the last step's: int64 `[S + 1]`."""
+    with torch.inference_mode(False):
+        return torch.tensor([*costs, 0], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Taking increments in Triton: a program per head goes through its increments and stops at its budget."""
+"""Taking increments in Triton: a program per head goes through its increments once."""
 
 from __future__ import annotations
 
@@ -7,62 +7,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvferry.kernels.knapsack import NEAR
+from kvferry.kernels.knapsack import costs_on
 
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_items", "num_units"])
+@triton.jit
+def _increments(order_ptr, gained_ptr, cost_ptr, i, num_items, num_units):
+    """Of increments i of a head's order: step, unit, cost and gain; a gain of 0 beyond the last one."""
+    number = tl.load(order_ptr + i, mask=i < num_items, other=0)
+    gained = tl.load(gained_ptr + i, mask=i < num_items, other=0.0)
+    step = number // num_units
+    return step, number % num_units, tl.load(cost_ptr + step), gained
+
+
+@triton.jit(do_not_specialize=["num_items", "num_units", "least"])
 def _take_increments_kernel(
-    order_ptr, gained_ptr, step_ptr, budget_ptr, bits_ptr, num_items, num_units, num_steps,
-    BLOCK: tl.constexpr, NEAR: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    order_ptr, gained_ptr, cost_ptr, budget_ptr, levels_ptr, num_items, num_units, least, BLOCK: tl.constexpr
+):
     head = tl.program_id(0).to(tl.int64)
     order_ptr += head * num_items
     gained_ptr += head * num_items
-    bits_ptr += head * num_units
-    budget = tl.load(budget_ptr + head)
-    s = tl.arange(0, BLOCK_S)
-    of_step = tl.load(step_ptr + s, mask=s < num_steps, other=0)
-    spent, place = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    levels_ptr += head * num_units
+    left = tl.load(budget_ptr + head)
     start, going = tl.full([], 0, tl.int32), tl.full([], 1, tl.int32)
-    while going > 0:
+    while going > 0:  # block by block, up to the first that does not fit
         i = start + tl.arange(0, BLOCK)
-        number = tl.load(order_ptr + i, mask=i < num_items, other=0)
-        gained = tl.load(gained_ptr + i, mask=i < num_items, other=0.0)
-        step, unit = number // num_units, number % num_units
-        its = tl.load(step_ptr + step)
-        fits = (spent + tl.cumsum(its, 0) <= budget) & (gained > 0) & (i < num_items)
-        # a unit's increments come in their order, so the most is the sum
-        reached = tl.sum(tl.where(s[None, :] <= step[:, None], of_step[None, :], 0), 1)
-        tl.atomic_max(bits_ptr + unit, reached, mask=fits)
+        step, unit, cost, gained = _increments(order_ptr, gained_ptr, cost_ptr, i, num_items, num_units)
+        fits = (tl.cumsum(cost, 0) <= left) & (gained > 0)
+        # a unit's increments come in their order
+        tl.atomic_max(levels_ptr + unit, step + 1, mask=fits)
         count = tl.sum(fits.to(tl.int32), 0)
-        spent += tl.sum(tl.where(fits, its, 0), 0)
-        place += count
-        start += BLOCK
+        left -= tl.sum(tl.where(fits, cost, 0), 0)
+        start += count
         going = ((count == BLOCK) & (start < num_items)).to(tl.int32)
-    tl.debug_barrier()
-    i = place + tl.arange(0, NEAR)
-    number = tl.load(order_ptr + i, mask=i < num_items, other=0)
-    gained = tl.load(gained_ptr + i, mask=i < num_items, other=0.0)
-    step, unit = number // num_units, number % num_units
-    its = tl.load(step_ptr + step)
-    before = tl.sum(tl.where(s[None, :] < step[:, None], of_step[None, :], 0), 1)
-    # past the first-level cache: atomics write beyond it
-    bits = tl.load(bits_ptr + unit, cache_modifier=".cg")
-    fits = (i < num_items) & (gained > 0) & (its <= budget - spent) & (bits == before)
-    first = tl.min(tl.where(fits, i, num_items), 0)
-    tl.store(bits_ptr + unit, bits + its, mask=fits & (i == first))
+    going = ((left >= least) & (start < num_items)).to(tl.int32)
+    while going > 0:  # each time a block further, or to the next that fits
+        tl.debug_barrier()
+        i = start + tl.arange(0, BLOCK)
+        step, unit, cost, gained = _increments(order_ptr, gained_ptr, cost_ptr, i, num_items, num_units)
+        # past the first-level cache: atomics write beyond it
+        level = tl.load(levels_ptr + unit, cache_modifier=".cg")
+        fits = (cost <= left) & (gained > 0) & (level == step)
+        first = tl.min(tl.where(fits, i, start + BLOCK), 0)
+        taken = fits & (i == first)
+        tl.store(levels_ptr + unit, step + 1, mask=taken)
+        left -= tl.sum(tl.where(taken, cost, 0), 0)
+        start = tl.minimum(first + 1, start + BLOCK)
+        going = ((left >= least) & (start < num_items) & (tl.max(gained, 0) > 0)).to(tl.int32)
 
 
 def take_increments(
-    order: Tensor, gained: Tensor, step_bits: Tensor, budgets: Tensor, num_units: int
+    order: Tensor, gained: Tensor, costs: tuple[int, ...], budgets: Tensor, num_units: int
 ) -> Tensor:
     """See `kernels.knapsack.take_increments`. Args: contiguous; at least one increment."""
-    bits = torch.zeros(len(order), num_units, dtype=torch.int64, device=order.device)
-    num_steps = step_bits.shape[0]
+    levels = torch.zeros(len(order), num_units, dtype=torch.int64, device=order.device)
     _take_increments_kernel[(len(order),)](
-        order, gained, step_bits, budgets, bits, order.shape[1], num_units, num_steps,
-        BLOCK=_BLOCK, NEAR=NEAR, BLOCK_S=4, num_warps=4,
+        order, gained, costs_on(costs, order.device), budgets, levels, order.shape[1], num_units, min(costs),
+        BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return bits
+    return levels

@@ -267,7 +267,7 @@ class FirstToken:
         method: the method in effect ("full" if the budget covers the prompt).
         reused_tokens: prompt tokens whose KV came from history.
         reuse_source: whose history that was.
-        full_bytes: size of the whole prompt's KV without compression.
+        full_bytes: size of the whole prompt's KV without compression (`ModelSpec.full_bytes`).
         queue_s: time spent waiting for the engine.
         history_source: how prefill got the session's KV; None if there was none.
         history_tier: the slowest tier that KV was loaded from; "" if none was.

@@ -10,10 +10,10 @@ the pieces up to that point without copying. Locking and accounting are the stor
 
     bytes of n tokens of one layer, H = num_kv_heads, G groups of GROUP_TOKENS tokens (the last may be short):
     model, 16 bits    2 H n D * bytes of an element
-    8, 4 bits         2 H n ceil(D / (8 / bits))  +  8 H D G  +  8 H n
+    8, 4 bits         2 H n ceil(D / (8 / bits))  +  4 H D G  +  4 H n
     of latent rows, which are K whose first channels are V, too:
     model, 16 bits    H n D * bytes of an element
-    8, 4 bits         H n ceil(D / (8 / bits))  +  8 H D G
+    8, 4 bits         H n ceil(D / (8 / bits))  +  4 H D G
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RowChunk:
         tensors: in the order of `RowPrecision.shapes`, perhaps views.
             bits 0: K and V `[H_kv, n, D]` of the stored dtype.
             bits 8, 4: codes of K and of V, uint8 `[H_kv, n, P]`, P bytes for D codes; scales and minima of K,
-            float32 `[H_kv, groups, D]`; scales and minima of V, float32 `[H_kv, n]`.
+            float16 `[H_kv, groups, D]`; scales and minima of V, float16 `[H_kv, n]`.
             Latent rows have those of K alone.
         dtype: the model's.
         latent_dim: of latent rows, how many of the first channels are V, too; 0: K and V are stored each.
@@ -116,8 +116,9 @@ def num_groups(group_offset: int, num_tokens: int) -> int:
 class RowPrecision:
     """One format of stored rows, for a model whose K and V are of `dtype`. `latent_dim`: as of `RowChunk`.
 
-    Deviation: "16" stores float32 rows as float16, clamped to its range; a model of a 16-bit dtype keeps its
-    own, so that 16 and "model" are the same there.
+    Deviation: "16" stores float32 rows as float16; a model of a 16-bit dtype keeps its own, so that 16 and
+    "model" are the same there. Rows are clamped to float16's range where float16 is stored: as rows, or as
+    scales and minima.
     """
 
     bits: HistoryBits = "model"
@@ -126,9 +127,10 @@ class RowPrecision:
 
     @property
     def code(self) -> int:
-        """Its code in the stored headers: bits of a quantised value, or a number for the stored dtype."""
+        """Its code in the stored headers: a number for the stored dtype, or 64 and the bits of a quantised
+        value. Releases with float32 scales wrote these bits alone."""
         if self._code_bits:
-            return self._code_bits
+            return 64 + self._code_bits
         return {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}[self._stored(self._model_dtype)]
 
     @property
@@ -146,14 +148,13 @@ class RowPrecision:
     def encode(self, keys: Tensor, values: Tensor) -> RowChunk:
         """Args: `[H_kv, n, D]`, n >= 1, on any device. Returns: a chunk on the host that shares no memory."""
         dtype, head_dim, bits = keys.dtype, keys.shape[2], self._code_bits
+        stored, limit = [keys] if self.latent_dim else [keys, values], torch.finfo(torch.float16).max
+        if bits or self._stored(dtype) != dtype:
+            stored = [rows.clamp(-limit, limit) for rows in stored]
         if bits:
-            tensors = _quantise(keys, None if self.latent_dim else values, bits)
+            tensors = _quantise(*stored, bits=bits)
         else:
-            stored = [keys] if self.latent_dim else [keys, values]
-            if self.bits == "16" and dtype == torch.float32:
-                limit = torch.finfo(torch.float16).max
-                stored = [rows.clamp(-limit, limit).to(torch.float16) for rows in stored]
-            tensors = tuple(map(_host_copy, stored))
+            tensors = tuple(_host_copy(rows.to(self._stored(dtype))) for rows in stored)
         return RowChunk(
             tensors=tensors, bits=bits, head_dim=head_dim, dtype=dtype, latent_dim=self.latent_dim
         )
@@ -167,8 +168,8 @@ class RowPrecision:
             rows = (heads, num_tokens, head_dim), self._stored(self._model_dtype)
             return (rows,) if self.latent_dim else (rows, rows)
         codes = (heads, num_tokens, -(-head_dim // (8 // self._code_bits))), torch.uint8
-        channels = (heads, num_groups(group_offset, num_tokens), head_dim), torch.float32
-        tokens = (heads, num_tokens), torch.float32
+        channels = (heads, num_groups(group_offset, num_tokens), head_dim), torch.float16
+        tokens = (heads, num_tokens), torch.float16
         if self.latent_dim:
             return codes, channels, channels
         return codes, codes, channels, channels, tokens, tokens
@@ -189,12 +190,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
-def _quantise(keys: Tensor, values: Tensor | None, bits: int) -> tuple[Tensor, ...]:
+def _quantise(keys: Tensor, values: Tensor | None = None, *, bits: int) -> tuple[Tensor, ...]:
     """Args: values: None for latent rows."""
     num_heads, num_tokens, head_dim = keys.shape
     # Each group's K channels are rows of their own to the quantiser.
     groups = [
-        quantise_rows(group.transpose(-1, -2), bits) for group in torch.split(keys.cpu(), GROUP_TOKENS, dim=1)
+        quantise_rows(group.transpose(-1, -2), bits, half=True)
+        for group in torch.split(keys.cpu(), GROUP_TOKENS, dim=1)
     ]
     k_codes = torch.cat([codes.transpose(-1, -2) for codes, _, _ in groups], dim=1)
     k_scales, k_minima = (torch.stack([group[index] for group in groups], dim=1) for index in (1, 2))
@@ -205,7 +207,7 @@ def _quantise(keys: Tensor, values: Tensor | None, bits: int) -> tuple[Tensor, .
 
     if values is None:
         return pack(k_codes), k_scales, k_minima
-    v_codes, v_scales, v_minima = quantise_rows(values.cpu(), bits)
+    v_codes, v_scales, v_minima = quantise_rows(values.cpu(), bits, half=True)
     return pack(k_codes), pack(v_codes), k_scales, k_minima, v_scales, v_minima
 
 

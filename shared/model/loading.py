@@ -5,6 +5,7 @@ Called once when a worker starts. It loads safetensors only: no code from the ch
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def load_model(
             check_quantisation(config, quantised, device=target, dtype=dtype)
         if dtype == "auto" and target.type == "cpu" and (quantised is None or quantised.takes_any_dtype):
             dtype = "float32"
+        # before the weights, with which the configuration gets the compute dtype
+        own_dtype = _own_dtype(config)
         text_config = config.get_text_config()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
@@ -98,6 +101,7 @@ def load_model(
             eos_token_ids=_eos_token_ids(folder),
             layers=layers,
             weights=loaded_dtype if quantised is None else quantised.kind,
+            checkpoint_dtype=own_dtype,
         )
         return probed_model(model, spec)
 
@@ -112,6 +116,13 @@ def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
     with quiet_libraries():
         config = _load_config(folder, str(path_or_id))
     return dtype_name(config.dtype or config.get_text_config().dtype)
+
+
+def _own_dtype(config: Any) -> DTypeName | None:
+    """The dtype that a configuration names; None if it names none that models may have."""
+    with suppress(ConfigurationError):
+        return dtype_name(config.dtype or config.get_text_config().dtype)
+    return None
 
 
 def _load_config(folder: Path, path_or_id: str) -> Any:

@@ -138,6 +138,7 @@ class ModelSpec:
         dtype: compute dtype, which is also the dtype of K and V.
         eos_token_ids: ids that end a completion.
         weights: how the weights are stored: a dtype, or a quantisation such as "bitsandbytes nf4".
+        checkpoint_dtype: the checkpoint's own, in which `full_bytes` counts; None: the compute dtype.
         layers: one per layer; empty if every layer attends to all tokens. A layer of the model that has both
             rows and a state is two of them; those of such states come after the model's last layer.
     """
@@ -154,6 +155,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     layers: tuple[LayerSpec, ...] = ()
     weights: str = ""
+    checkpoint_dtype: DTypeName | None = None
 
     def layer(self, layer: int) -> LayerSpec:
         return self.layers[layer] if self.layers else LayerSpec()
@@ -223,9 +225,11 @@ class ModelSpec:
         return sum(map(self.layer_token_bytes, self.row_layers))
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Bytes that tokens after a prompt need of it without compression: KV and states."""
+        """Bytes that tokens after a prompt need of it without compression: KV in the checkpoint's dtype,
+        whichever the model computes in, and states."""
         rows = sum(
             self.layer(layer).num_needed(num_tokens) * self.layer_token_bytes(layer)
             for layer in self.row_layers
         )
+        rows = rows // DTYPE_BYTES[self.dtype] * DTYPE_BYTES[self.checkpoint_dtype or self.dtype]
         return rows + sum(self.layers[layer].state_bytes for layer in self.state_layers)

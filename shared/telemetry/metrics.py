@@ -102,7 +102,9 @@ class PrefillMetrics(_Families):
         self.queue = self._latency("queue_seconds", "Waiting for the engine", "stage")
         self.history_load = self._latency("history_load_seconds", "Loading a turn's history", "model")
         self.history_store = self._latency("history_store_seconds", "Staging and committing history", "model")
-        self.kv_full_bytes = self._counter("kv_full_bytes", "Full KV of the shipped prompts", *by)
+        self.kv_full_bytes = self._counter(
+            "kv_full_bytes", "Full KV of the shipped prompts, in the checkpoint's dtype", *by
+        )
         self.kv_transfer_bytes = self._counter("kv_transfer_bytes", "Payload bytes shipped", *by, "kind")
         self.kv_delta_saved_bytes = self._counter(
             "kv_delta_saved_bytes", "Bytes of rows not shipped because decode retained them", *by

@@ -141,8 +141,7 @@ def taken(kind: str, fault: str, value: float) -> Tensor:
     gained, order = gains.flatten(1).sort(dim=1, descending=True, stable=True)
     if fault != "none":
         gained = spoil(gained, value)
-    steps, budgets = torch.tensor([2, 2, 12]), torch.tensor([100, 170, 240])
-    return knapsack.take_increments(order, gained, steps, budgets, 33)
+    return knapsack.take_increments(order, gained, (2, 2, 12), torch.tensor([100, 170, 240]), 33)
 
 
 CASES = {

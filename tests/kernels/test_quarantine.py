@@ -65,7 +65,7 @@ def run_pack() -> Tensor:
 
 def run_knapsack() -> Tensor:
     gained, order = rows(2, 30).double().abs().sort(dim=1, descending=True, stable=True)
-    return take_increments(order, gained, torch.tensor([2, 14]), torch.tensor([20, 55]), num_units=15)
+    return take_increments(order, gained, (2, 14), torch.tensor([20, 55]), num_units=15)
 
 
 def run_packed_check() -> Tensor:

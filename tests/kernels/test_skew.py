@@ -83,7 +83,7 @@ def test_kivi_divides_programs_by_length(monkeypatch: pytest.MonkeyPatch) -> Non
         batch.place(slot, {0: QuantisedRows(keys=new[0], values=new[1], length=0, quantised=quantised)})
     counts = loaded(batch, arena)
     # codes, and scales and minima of K's channels and V's tokens
-    group_bytes = GROUP_TOKENS * DIM * bits // 4 + 2 * 4 * (DIM + GROUP_TOKENS)
+    group_bytes = GROUP_TOKENS * DIM * bits // 4 + 2 * 2 * (DIM + GROUP_TOKENS)
     tile_bytes = TILE_TOKENS // GROUP_TOKENS * group_bytes
     # every slot's new row and the short ones' prompts are a few tiles more
     share = -(-(num_tiles + 3 * NUM_SHORT + 1) // spare)

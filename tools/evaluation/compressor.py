@@ -37,7 +37,7 @@ class Compressor:
     def __init__(self, model: LanguageModel, generator: OneProcessGenerator, experiment: Experiment) -> None:
         self._generator = generator
         self._match = experiment.match
-        self._counted: ModelSpec = replace(model.spec, dtype=experiment.kv_dtype)
+        self._counted: ModelSpec = replace(model.spec, dtype=experiment.kv_dtype, checkpoint_dtype=None)
 
     def compress(
         self, captured: CapturedPrompt, contender: Contender, *, max_new_tokens: int

@@ -97,6 +97,7 @@ def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
         dtype=dtype or checkpoint_dtype,  # type: ignore[arg-type]
         eos_token_ids=(),
         layers=layers,
+        checkpoint_dtype=checkpoint_dtype,  # type: ignore[arg-type]
     )
     total = sum(sizes.values())
     return ModelCost(spec=spec, num_parameters=total, num_active=total - experts + round(share * experts))

@@ -17,7 +17,7 @@ class Sizes:
 
     Attributes:
         method: in effect: "full" where nothing is compressed.
-        full: K and V of the prompt, uncompressed.
+        full: K and V of the prompt, uncompressed, in the checkpoint's dtype.
         shipped: tensors on the wire, positions included, without manifest and headers; the most where it
             depends on the prompt's content.
         kept: at decode, before any token is generated.

@@ -289,5 +289,5 @@ def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
         return None
     return (
         f"method {first.method} shipped {turn.shipped_bytes} bytes, no fewer than the {first.full_bytes} of "
-        "the full KV: it saves nothing for a prompt as short as this"
+        "the full KV in the checkpoint's dtype: the prompt is too short, or rows are in a wider dtype"
     )

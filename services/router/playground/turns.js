@@ -23,7 +23,8 @@ function showChart() {
     chart.replaceChildren();
     return;
   }
-  const width = 400, height = 150, base = height - 16, largest = Math.max(...turns.map((turn) => turn.full_bytes));
+  const width = 400, height = 150, base = height - 16;
+  const largest = Math.max(...turns.flatMap((turn) => [turn.full_bytes, turn.shipped_bytes]));
   const slot = Math.min(width / turns.length, 80), bar = slot * 0.36;
   const svg = make("svg:svg", { viewBox: `0 0 ${width} ${height}` });
   turns.forEach((turn, index) => {

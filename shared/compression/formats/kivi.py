@@ -20,8 +20,7 @@ from kvferry.shared.compression.interface import LayerInputs, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Part
 
 _PLAIN_BITS = 16
-_SCALE_BITS = 64
-"""A float32 scale and a float32 minimum."""
+"""Of a row's value; a scale or a minimum has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Kivi(StoredFormat):
             bits=cls.params(part)["bits"],
             is_latent=bool(sizing.latent_dim),
         )
-        group_bits = 8 * codes[2] + _SCALE_BITS * scales[2] // 2
+        group_bits = 8 * codes[2] + _PLAIN_BITS * scales[2]
         budget_bits = sizing.rows * row_bits
         groups = min(budget_bits // group_bits, num_tokens // GROUP_TOKENS)
         left = (budget_bits - groups * group_bits) // row_bits
@@ -70,7 +69,7 @@ class Kivi(StoredFormat):
         return {
             **self.shape.index_spec(self.rows),
             "codes": TensorSpec(shape=codes, dtype=torch.uint8),
-            "scales": TensorSpec(shape=scales, dtype=torch.float32),
+            "scales": TensorSpec(shape=scales, dtype=torch.float16),
             **dict.fromkeys(self.shape.row_names, rows),
         }
 
@@ -93,17 +92,17 @@ class Kivi(StoredFormat):
         )
 
     def check_content(self, tensors: Tensors) -> None:
-        """Check that positions ascend, scales are positive and every code dequantises to a finite value."""
+        """Check that positions ascend, scales and minima are finite and scales positive. No code times a
+        float16 scale is beyond float32, so what they stand for is finite, too."""
         check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
-        head_dim, levels = self.shape.head_dim, (1 << self.bits) - 1
+        head_dim = self.shape.head_dim
         of_values = 0 if self.shape.latent_dim else GROUP_TOKENS
-        key_scales, key_minima, value_scales, value_minima = torch.split(
-            tensors["scales"], [head_dim, head_dim, of_values, of_values], dim=2
+        headers = tensors["scales"]
+        key_scales, _, value_scales, _ = torch.split(
+            headers, [head_dim, head_dim, of_values, of_values], dim=2
         )
-        for scales, minima in ((key_scales, key_minima), (value_scales, value_minima)):
-            finite = minima.isfinite() & (scales * levels + minima).isfinite()
-            if not bool((finite & (scales > 0)).all()):
-                raise InvalidTensors("scales must be finite and positive, and minima finite", reason="packed")
+        if not bool(headers.isfinite().all() & (key_scales > 0).all() & (value_scales > 0).all()):
+            raise InvalidTensors("scales must be finite and positive, and minima finite", reason="packed")
 
     def attention(self, tensors: Tensors) -> PromptAttention:
         rows = self.quantised(tensors)

@@ -30,6 +30,7 @@ from kvferry.shared.compression.plan import (
     Part,
     read_params,
 )
+from kvferry.shared.compression.rdkv.allocation import least_budget
 from kvferry.shared.compression.rdkv.compress import (
     RDKV_DEFAULTS,
     RDKV_PARAMS,
@@ -38,13 +39,13 @@ from kvferry.shared.compression.rdkv.compress import (
     compress_layer_rdkv,
     rdkv_settings,
 )
-from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
 STANDARDISED = ("compactor",)
 """Scorers whose scores are in standard deviations from their mean, as `score_weights` needs them."""
 _TOKENS_PER_BUDGET_TOKEN = 8
-"""The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each."""
+"""The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each, headers
+aside."""
 _TOKENS_OF_4_BITS = 4
 """Tokens of 4 bits in the bits of one at 16."""
 
@@ -101,17 +102,17 @@ class Rdkv(PackedFormat):
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
         """B_tok, the most tokens that a head can retain with it, and how generated tokens are packed.
 
-        Raises: InvalidRequest: the budget does not suffice for the least width for every token.
+        Raises: InvalidRequest: the budget does not suffice for the cheapest width for every token.
         """
         # with dense attention the whole budget is bits, spread over more tokens than rows
         budget = sizing.budget if plan.attention.name == "dense" else sizing.rows
         num_tokens, part = sizing.num_prompt_tokens, plan.representation
-        least = rdkv_settings(part, budget_tokens=budget).widths[0]
-        if least * num_tokens > WIDTHS[-1] * budget:
+        widths = rdkv_settings(part, budget_tokens=budget).widths
+        least = least_budget(widths, num_tokens=num_tokens, head_dim=sizing.head_dim)
+        if budget < least:
             raise InvalidRequest(
-                f"widths {part.params['widths']!r} of format 'rdkv' give each of {num_tokens} tokens "
-                f"{least} bits at least; that takes a budget of "
-                f"{-(-least * num_tokens // WIDTHS[-1])} tokens or more, not {budget}",
+                f"widths {part.params['widths']!r} of format 'rdkv' drop no token; with {num_tokens} tokens "
+                f"they take a budget of {least} tokens or more, not {budget}",
                 param="kv_compression",
             )
         sizes: dict[str, ParamValue] = {"budget_tokens": budget}

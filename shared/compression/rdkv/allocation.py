@@ -1,11 +1,11 @@
 """Bit allocation of one layer: V tokens first, then K channels over the retained tokens (RDKV section 3.2).
 
-Called by RDKV's compression between weights and packing. Budgets are in bits of codes; scales, minima and
-indexes are not part of the budget and are counted separately.
+Called by RDKV's compression between weights and packing. Budgets are in bits of codes and their headers, a
+scale and a minimum each; positions and channel numbers are not part of them.
 
 Legend: H_kv KV heads, T prompt tokens, D head_dim, B_tok budget in tokens per head, n retained tokens; of the
-knapsack: H heads, U units a head (V tokens or K channels), w weights, epsilon the distortion at each of
-`WIDTHS`, B the budget.
+knapsack: H heads, U units a head (V tokens or K channels), w weights, epsilon the distortion and c the cost
+at each of `WIDTHS`, B the budget.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvferry.kernels.knapsack import take_increments
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS, EpsilonTable
+
+HEADER_BITS = 32
+"""A scale and a minimum, float16, of a row of codes; values of 16 bits have none."""
+KEY_GROUP_TOKENS = 64
+"""Retained tokens of a K channel that have one header."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +51,61 @@ def allocate(
     table: EpsilonTable,
     widths: Sequence[int] = WIDTHS,
 ) -> LayerAllocation:
-    """V tokens get `16 B_tok` bits summed over a head's tokens, per channel; K channels get
-    `floor(16 B_tok D / n)` bits summed over channels, per retained token, and at most `16 D`.
+    """V gets `16 B_tok D` bits a head. K gets as many, so `16 B_tok D / n` a retained token, and at most
+    `16 D`.
+
+    A value of V costs `b + 32/D` bits, of K `b + 1/2`: a token's V has a header, and so has each group of 64
+    retained tokens of a K channel. At 16 bits there is none.
 
     The channel weights are those of the whole prompt; they are not recomputed for the retained tokens
     (section 3.2).
+
+    Deviation: the paper counts codes alone. Here headers are in the budget, so that K and V are within the
+    bytes of B_tok tokens in full precision with all but their index. K may be over by part of a header a
+    channel, since its last group may be short.
 
     Args:
         token_weights: `[H_kv, T]`.
         channel_weights: `[H_kv, D]`.
         budget_tokens: B_tok, at least 1: the budget is the bits of K and V of this many tokens in full
             precision.
-        widths: the allowed widths (Table 4's ablations), ascending, a subset of `WIDTHS`; the budget must
-            suffice for the least width for every token.
+        widths: the allowed widths (Table 4's ablations), ascending, a subset of `WIDTHS`; the budget must be
+            their `least_budget` or more.
     """
     assert budget_tokens >= 1, budget_tokens
     num_kv_heads, num_tokens = token_weights.shape
     head_dim = channel_weights.shape[1]
-    share = WIDTHS[-1] * min(budget_tokens, num_tokens)
-    value_budget = torch.full((num_kv_heads,), share, dtype=torch.int64, device=token_weights.device)
-    values = solve_knapsack(token_weights, table.value_curve, value_budget, widths=widths)
+    share, device = WIDTHS[-1] * head_dim * min(budget_tokens, num_tokens), token_weights.device
+    value_budgets = torch.full((num_kv_heads,), share, dtype=torch.int64, device=device)
+    values = solve_knapsack(
+        token_weights, table.value_curve, value_budgets, costs=row_costs(head_dim), widths=widths
+    )
     kept = values.count_nonzero(dim=1)
-    # of a head without tokens no channel is stored, whatever its bits
-    key_budget = (share * head_dim // kept.clamp(min=1)).clamp(max=WIDTHS[-1] * head_dim)
-    keys = solve_knapsack(channel_weights, table.key_curve, key_budget, widths=widths)
+    # of a group of tokens; of a head without tokens no channel is stored, whatever its bits
+    most = WIDTHS[-1] * head_dim * KEY_GROUP_TOKENS
+    key_budgets = (share * KEY_GROUP_TOKENS // kept.clamp(min=1)).clamp(max=most)
+    keys = solve_knapsack(
+        channel_weights, table.key_curve, key_budgets, costs=row_costs(KEY_GROUP_TOKENS), widths=widths
+    )
     return LayerAllocation(values=values, keys=keys, usable=are_usable(token_weights, channel_weights))
+
+
+def row_costs(num_values: int) -> tuple[int, ...]:
+    """Return the bits of a row of so many values at each of `WIDTHS`: codes, and a header where there is one.
+
+    A row is what has one header: a token's V, of D values, or 64 tokens of a K channel.
+    """
+    return tuple(width * num_values + (HEADER_BITS if 0 < width < WIDTHS[-1] else 0) for width in WIDTHS)
+
+
+def least_budget(widths: Sequence[int], *, num_tokens: int, head_dim: int) -> int:
+    """Return the smallest B_tok that suffices for the cheapest of some widths for every token and channel."""
+
+    def of_rows(num_values: int) -> int:
+        cheapest = min(row_costs(num_values)[WIDTHS.index(width)] for width in widths)
+        return -(-num_tokens * cheapest // (WIDTHS[-1] * num_values))
+
+    return max(of_rows(head_dim), of_rows(KEY_GROUP_TOKENS), 1)
 
 
 def are_usable(*weights: Tensor) -> Tensor:
@@ -79,64 +115,86 @@ def are_usable(*weights: Tensor) -> Tensor:
 
 
 def solve_knapsack(
-    weights: Tensor, curve: Sequence[float], budget_bits: Tensor, *, widths: Sequence[int] = WIDTHS
+    weights: Tensor,
+    curve: Sequence[float],
+    budgets: Tensor,
+    *,
+    costs: Sequence[int],
+    widths: Sequence[int] = WIDTHS,
 ) -> Tensor:
-    """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u b_u <= B`: RDKV's multiple-choice knapsack (Eq. 6).
+    """Minimise `sum_u w_u epsilon(b_u)` subject to `sum_u c(b_u) <= B`: RDKV's multiple-choice knapsack
+    (Eq. 6), in which c is b.
 
-    The increments along epsilon's lower convex hull are taken in order of gain per bit, which is the limit of
-    Algorithm 2's bisection on lambda, until one does not fit. Fewer bits than that increment's (at most 16)
-    are then left, so a head's distortion exceeds the optimum by less than 16 lambda (Prop. A.3). Of the next
-    increments, the first that fits is taken too. All heads are solved at once.
+    The increments along the lower convex hull of epsilon over c are taken in order of gain per cost, lambda.
+    Those before the first that does not fit are the limit of Algorithm 2's bisection on lambda. Less than
+    that increment's cost is then left, so a head's distortion exceeds the optimum by less than lambda times
+    this cost (weak duality, Prop. A.3). Every later increment that still fits is taken, too, which only
+    lowers the distortion. All heads are solved at once.
 
-    Deviation: Algorithm 2 may return an allocation up to 1 % over budget. Here every head is within it.
+    Deviation: Algorithm 2 may return an allocation up to 1 % over budget, and leaves unspent what the
+    bisection leaves. Here every head is within its budget, and what is left is filled.
 
     Args:
         weights: `[H, U]`, finite, at least 0 (`are_usable`).
         curve: epsilon at each of `WIDTHS`: 1 at 0 bits, then at least 0.
-        budget_bits: int64 `[H]`, on the weights' device: bits summed over a head's units, at least U times
-            the least width.
-        widths: the widths that a unit may have, ascending, a subset of `WIDTHS`.
+        budgets: int64 `[H]`, on the weights' device: costs summed over a head's units, at least U times the
+            least.
+        costs: at each of `WIDTHS`, at least 0; they need not ascend.
+        widths: the widths that a unit may have, a subset of `WIDTHS`.
 
     Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first. Of a head
         whose weights are not finite or negative, any of them.
     """
-    assert budget_bits.shape == weights.shape[:1], (weights.shape, budget_bits.shape)
-    costs, num_units = weights.double(), weights.shape[1]
-    steps, gains = _increments(tuple(curve), tuple(widths), costs.device)
-    gained, order = (
-        (costs[:, None, :] * gains[None, :, None]).flatten(1).sort(dim=1, descending=True, stable=True)
-    )
-    # every unit starts with the least width; the hull's increments are added to it
-    budgets = budget_bits - widths[0] * num_units if widths[0] else budget_bits
-    bits = take_increments(order, gained, steps, budgets, num_units=num_units)
-    return (bits + widths[0] if widths[0] else bits).to(torch.uint8)
+    assert budgets.shape == weights.shape[:1], (weights.shape, budgets.shape)
+    num_units = weights.shape[1]
+    hull = lower_hull(tuple(curve), tuple(costs), tuple(widths))
+    reached, gains = _on_device(hull, weights.device)
+    weighed = weights.double()[:, None, :] * gains[None, :, None]
+    gained, order = weighed.flatten(1).sort(dim=1, descending=True, stable=True)
+    # every unit starts with the cheapest width; the hull's increments are added to it
+    left = budgets - hull.least * num_units if hull.least else budgets
+    return reached[take_increments(order, gained, hull.steps, left, num_units=num_units)]
+
+
+class Hull(NamedTuple):
+    """The lower convex hull of epsilon over costs. For any lambda the best widths are on it.
+
+    Attributes:
+        widths: at its points, from the cheapest on.
+        least: the first one's cost.
+        steps: the cost from each point to the next.
+        gains: of each step, per cost and unit weight; they descend.
+    """
+
+    widths: tuple[int, ...]
+    least: int
+    steps: tuple[int, ...]
+    gains: tuple[float, ...]
 
 
 @functools.cache
-def _increments(
-    curve: tuple[float, ...], widths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """`hull_increments` on a device: int64 and float64."""
-    steps, gains = hull_increments(curve, widths)
-    with torch.inference_mode(False):
-        return (
-            torch.tensor(steps, dtype=torch.int64, device=device),
-            torch.tensor(gains, dtype=torch.float64, device=device),
-        )
-
-
-def hull_increments(curve: Sequence[float], widths: Sequence[int]) -> tuple[list[int], list[float]]:
-    """The increments along the lower convex hull of epsilon, from the least width on: bits, and gain per bit
-    and unit weight, which descends. For any lambda the cheapest widths are on the hull."""
-    points = [(width, curve[WIDTHS.index(width)]) for width in widths]
-    steps: list[int] = []
-    gains: list[float] = []
+def lower_hull(curve: tuple[float, ...], costs: tuple[int, ...], widths: tuple[int, ...]) -> Hull:
+    """Return the hull of some of `WIDTHS`. Args: as of `solve_knapsack`."""
+    points = sorted((costs[i], curve[i], WIDTHS[i]) for i in map(WIDTHS.index, widths))
+    least, _, first = points[0]
+    reached, steps, gains = [first], list[int](), list[float]()
     while better := [its for its in points if its[0] > points[0][0] and its[1] < points[0][1]]:
-        width, epsilon = points[0]
-        slopes = [(epsilon - its[1]) / (its[0] - width) for its in better]
+        cost, epsilon, _ = points[0]
+        slopes = [(epsilon - its[1]) / (its[0] - cost) for its in better]
         best = slopes.index(max(slopes))
-        steps.append(better[best][0] - width)
+        points = better[best:]
+        reached.append(points[0][2])
+        steps.append(points[0][0] - cost)
         # rounding must not put a unit's later increment before an earlier one
         gains.append(min([slopes[best], *gains[-1:]]))
-        points = better[best:]
-    return steps, gains
+    return Hull(tuple(reached), least, tuple(steps), tuple(gains))
+
+
+@functools.cache
+def _on_device(hull: Hull, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A hull's widths, uint8, and gains, float64."""
+    with torch.inference_mode(False):
+        return (
+            torch.tensor(hull.widths, dtype=torch.uint8, device=device),
+            torch.tensor(hull.gains, dtype=torch.float64, device=device),
+        )

@@ -244,8 +244,8 @@ _OTHERS = (
         name="narrow-channels",
         what="RDKV divides the bits of K channels by all tokens instead of the retained ones.",
         path="shared/compression/rdkv/allocation.py",
-        old="    key_budget = (share * head_dim // kept.clamp(min=1))",
-        new="    key_budget = (share * head_dim // torch.full_like(kept, num_tokens))",
+        old="    key_budgets = (share * KEY_GROUP_TOKENS // kept.clamp(min=1))",
+        new="    key_budgets = (share * KEY_GROUP_TOKENS // torch.full_like(kept, num_tokens))",
         near=("tests/shared/compression/rdkv",),
     ),
     PlantedFault(

@@ -33,8 +33,8 @@ def reason(turn: TurnStats, method: str = "kivi") -> str | None:
 
 def test_a_method_that_saves_no_bytes_of_a_prompt_says_so() -> None:
     assert reason(TURN) == (
-        "method kivi shipped 1000 bytes, no fewer than the 1000 of the full KV: it saves nothing for a "
-        "prompt as short as this"
+        "method kivi shipped 1000 bytes, no fewer than the 1000 of the full KV in the checkpoint's dtype: "
+        "the prompt is too short, or rows are in a wider dtype"
     )
     more = replace(TURN, first=replace(FIRST, method="rdkv"), shipped_bytes=1500)
     assert "method rdkv shipped 1500 bytes, no fewer than the 1000" in str(reason(more, "rdkv"))

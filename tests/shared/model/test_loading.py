@@ -47,9 +47,28 @@ def test_the_demo_loads_with_its_shapes() -> None:
         dtype="float32",
         eos_token_ids=(6,),
         weights="float32",
+        checkpoint_dtype="float16",
     )
     assert model.device == torch.device("cpu")
     assert model.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_the_full_kv_is_counted_in_the_checkpoints_dtype_whichever_it_is_computed_in(dtype: str) -> None:
+    spec = load_model("demo", device="cpu", dtype=dtype).spec
+    assert spec.full_bytes(101) == 101 * 4 * 2 * 2 * 64 * 2  # tokens, layers, K and V, heads, head_dim, bytes
+    assert spec.kv_token_bytes == 4 * 2 * 2 * 64 * (2 if dtype == "bfloat16" else 4)
+
+
+@pytest.mark.parametrize(("stored", "counted"), [("float32", 4), ("bfloat16", 2), (None, 4), ("float64", 4)])
+def test_a_checkpoint_that_names_no_dtype_of_ours_is_counted_as_it_is_computed(
+    llama_copy: Path, stored: str | None, counted: int
+) -> None:
+    config = json.loads((llama_copy / "config.json").read_text())
+    config = {name: its for name, its in config.items() if name not in ("dtype", "torch_dtype")}
+    (llama_copy / "config.json").write_text(json.dumps({**config, **({"dtype": stored} if stored else {})}))
+    spec = load_model(llama_copy, device="cpu", dtype="float32").spec
+    assert spec.full_bytes(7) * 4 == 7 * spec.kv_token_bytes * counted
 
 
 def test_name_window_and_dtype_are_as_asked(tiny_model_dir: TinyModelDir) -> None:

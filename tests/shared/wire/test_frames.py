@@ -170,7 +170,7 @@ def test_fields_out_of_range_are_malformed(changes: dict[str, int | bytes]) -> N
 
 def test_another_version_is_named_and_its_key_can_be_read() -> None:
     encoded = repack(version=1)
-    with pytest.raises(ProtocolMismatch, match="version 1; this side speaks 3") as refused:
+    with pytest.raises(ProtocolMismatch, match="version 1; this side speaks 4") as refused:
         decode_message([encoded, b"abcd"])
     assert refused.value.reason == "protocol_version"
     assert peek_key([encoded]) == KEY

@@ -86,12 +86,24 @@ def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         for start in range(0, num_rows - num_rows % GROUP_TOKENS, GROUP_TOKENS):
             group = slice(start, start + GROUP_TOKENS)
             for channel in range(head_dim):
-                new_keys[head, group, channel] = _rounded_row(keys[head, group, channel], bits)
+                channel_row = keys[head, group, channel].tolist()
+                new_keys[head, group, channel] = torch.tensor(rounded_row(channel_row, bits))
             for token in range(start, start + GROUP_TOKENS):
-                new_values[head, token] = _rounded_row(values[head, token], bits)
+                new_values[head, token] = torch.tensor(rounded_row(values[head, token].tolist(), bits))
     return new_keys, new_values
 
 
-def _rounded_row(row: Tensor, bits: int) -> Tensor:
-    codes, scale, minimum = quantise_row(row, bits)
-    return row.new_tensor([scale * code + minimum for code in codes]).float()
+def rounded_row(row: list[float], bits: int) -> list[float]:
+    """KIVI's quantiser (Liu et al. 2024, section 2): `code = round((x - z) / s)`, `x' = s code + z`, with
+    `z = min x` and `s = (max x - min x) / (2^b - 1)`, both float16: z rounded down, s rounded up."""
+    half_step, least = 2.0**-10, min(row)
+    z = torch.tensor(least).half().item()
+    if z > least:
+        z = torch.tensor(least - abs(least) * half_step).half().item()
+    # in float32, whose rounding decides between two scales and between two codes
+    span = torch.tensor(max(row)) - z
+    s = span / (2**bits - 1)
+    s = (s + s * half_step).half().item() or 1.0
+    steps = (torch.tensor(row) - z) / s
+    codes = [min(max(round(step), 0), 2**bits - 1) for step in steps.tolist()]
+    return [s * code + z for code in codes]

@@ -64,6 +64,7 @@ def test_rows_quantised_for_the_wire_are_what_the_receiver_makes_of_the_codes(dt
     wire_bytes = sum(tensor.nbytes for tensor in wire.values())
     plain_bytes = plain["keys"].nbytes + plain["values"].nbytes + wire["index"].nbytes
     assert wire["codes"].nbytes == HEADS * 64 * DIM + HEADS * 64 // 2  # 5 channels: 3 bytes
+    assert wire["scales"].nbytes == HEADS * 2 * 2 * (DIM + 32) * 2  # groups, scale and minimum, float16
     if dtype is torch.float32:
         assert wire_bytes < plain_bytes
 

@@ -168,32 +168,46 @@ def test_parameters_out_of_range_are_refused_by_name(name: str, value: int | str
 
 
 @pytest.mark.parametrize(
-    ("widths", "tokens", "least"), [("2,4,8,16", 12, 13), ("4,16", 24, 25), ("16", 99, 100), ("8", 49, 50)]
+    ("widths", "head_dim", "least"),
+    [
+        # V's headers are 32 / 8 bits a value
+        *(("2,4,8,16", 8, 38), ("4,16", 8, 50), ("16", 8, 100), ("8", 8, 75)),
+        # V's a quarter of a bit, K's half a bit
+        ("2,4,8,16", 128, 16),
+    ],
 )
 def test_a_budget_below_the_least_width_of_every_token_is_refused(
-    widths: str, tokens: int, least: int
+    widths: str, head_dim: int, least: int
 ) -> None:
-    with pytest.raises(InvalidRequest, match=f"a budget of {least} tokens"):
-        resolve(Budget(tokens=tokens), 100, overrides={"widths": widths})
+    with pytest.raises(InvalidRequest, match=f"a budget of {least} tokens.*not {least - 1}"):
+        resolve(Budget(tokens=least - 1), 100, head_dim=head_dim, overrides={"widths": widths})
     if least < 100:
-        assert resolve(Budget(tokens=least), 100, overrides={"widths": widths}).method == "rdkv"
+        resolved = resolve(Budget(tokens=least), 100, head_dim=head_dim, overrides={"widths": widths})
+        assert resolved.method == "rdkv"
+
+
+def coded(widths: torch.Tensor) -> torch.Tensor:
+    """Whether units of these widths have headers."""
+    return (widths > 0) & (widths < 16)
 
 
 @pytest.mark.parametrize("widths", ["2,4,8,16", "0,16", "0,4,16", "0,2,4,8,16", "16, 0"])
 def test_a_layer_has_the_widths_that_it_may_have_and_keeps_its_budget(widths: str) -> None:
     inputs = make_inputs(90, 90, 8, seed=3)
     part = plan_for("rdkv", overrides={"widths": widths}).representation
-    chosen = rdkv_settings(part, budget_tokens=20)
+    budget = 40
+    chosen = rdkv_settings(part, budget_tokens=budget)
     allocation = allocate_layer(chosen, inputs)
     allowed = {int(width) for width in widths.split(",")}
     values, keys = allocation.values.long(), allocation.keys.long()
     num_kept = (values > 0).sum(dim=1)
     assert set(values.flatten().tolist()) <= allowed
     assert set(keys.flatten().tolist()) <= allowed
-    assert (values.sum(dim=1) <= 16 * 20).all()
-    assert (keys.sum(dim=1) * num_kept <= 16 * 20 * 8).all()
+    # a header of 32 bits for 8 values of V, and for 64 of K
+    assert ((values * 8 + 32 * coded(values)).sum(dim=1) <= 16 * budget * 8).all()
+    assert (((keys + coded(keys) / 2) * num_kept[:, None]).sum(dim=1) <= 16 * budget * 8).all()
     assert (num_kept == 90).all() or not widths.startswith("2")
-    solution = resolve(Budget(tokens=20), 90, overrides={"widths": widths})
+    solution = resolve(Budget(tokens=budget), 90, overrides={"widths": widths})
     fmt = formats_for(solution, inputs)[0]
     assert isinstance(fmt, Rdkv)
     assert compress_layer_rdkv(chosen, inputs).layout.size_bytes <= fmt.limit_bytes

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, packed_tensors
 from kvtest.packed import unpack_layer
+from kvtest.reference.scores import rounded_row
 from kvtest.reference.sparse import in_8_bits
 from torch import Tensor
 
@@ -45,21 +46,6 @@ def made(
     assert resolved.plan.scorer is not None
     scores = make_scorer(resolved.plan.scorer, rows=fmt.rows)(inputs)
     return fmt, compress_layer(resolved, inputs), inputs, scores
-
-
-def rounded_row(row: list[float], bits: int) -> list[float]:
-    """KIVI's quantiser (Liu et al. 2024, section 2): `code = round((x - z) / s)`, `x' = s code + z`, with
-    `z = min x` and `s = (max x - min x) / (2^b - 1)`, both float16: z rounded down, s rounded up."""
-    half_step = 2.0**-10
-    least = min(row)
-    z = torch.tensor(least).half().item()
-    if z > least:
-        z = torch.tensor(least - abs(least) * half_step).half().item()
-    s = (max(row) - z) / (2**bits - 1)
-    s = torch.tensor(s * (1 + half_step)).half().item() or 1.0
-    steps = (torch.tensor(row) - z) / s  # in float32, whose rounding decides between two codes
-    codes = [min(max(round(step), 0), 2**bits - 1) for step in steps.tolist()]
-    return [s * code + z for code in codes]
 
 
 @pytest.mark.parametrize("method", ["compactor-kivi", "rocketkv-kivi"])

@@ -1,14 +1,17 @@
-"""V then K within their budgets of bits, and every bit counted."""
+"""V then K within their budgets of bits, headers included, and every bit counted."""
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtest.reference.knapsack import hull_widths
 
 from kvferry.kernels.packed.layout import packed_bound
 from kvferry.kernels.packed.packing import pack_layer
-from kvferry.shared.compression.rdkv.allocation import allocate, solve_knapsack
-from kvferry.shared.compression.rdkv.epsilon import find_table
+from kvferry.shared.compression.rdkv.allocation import allocate, least_budget, row_costs, solve_knapsack
+from kvferry.shared.compression.rdkv.epsilon import WIDTHS, find_table
 
 TABLE = find_table("LLaMA-3.1-8B")
 
@@ -19,29 +22,78 @@ def make_weights(num_tokens, head_dim, seed=0, num_kv_heads=2):
     return tokens, torch.randn(num_kv_heads, head_dim, generator=generator).exp()
 
 
+def header_bits(widths, num_rows):
+    """Of units of these widths, each with so many rows of codes: a float16 scale and minimum a row."""
+    return 32 * num_rows * int(((widths > 0) & (widths < 16)).sum())
+
+
 @given(
-    num_tokens=st.integers(1, 200),
-    head_dim=st.integers(1, 40),
-    budget_tokens=st.integers(1, 120),
+    num_tokens=st.integers(1, 300),
+    head_dim=st.sampled_from([1, 2, 3, 4, 5, 7, 16, 33, 64, 96, 128]),
+    budget_tokens=st.integers(1, 160),
     seed=st.integers(0, 999),
 )
-def test_budgets_hold_and_packed_bytes_stay_below_their_bound(num_tokens, head_dim, budget_tokens, seed):
+def test_codes_and_headers_are_within_their_budgets(num_tokens, head_dim, budget_tokens, seed):
     allocation = allocate(*make_weights(num_tokens, head_dim, seed), budget_tokens=budget_tokens, table=TABLE)
     value_bits, key_bits = allocation.values.long(), allocation.keys.long()
+    budget = 16 * min(budget_tokens, num_tokens) * head_dim
     for h, kept in enumerate((value_bits > 0).sum(dim=1).tolist()):
         assert kept >= 1
-        assert int(value_bits[h].sum()) <= 16 * budget_tokens
-        share = 16 * min(budget_tokens, num_tokens) * head_dim // kept
-        assert int(key_bits[h].sum()) <= min(share, 16 * head_dim)
-        # in full: codes of K and V together are within B_tok tokens of float16 K and V
-        codes = int(value_bits[h].sum()) * head_dim + int(key_bits[h].sum()) * kept
-        assert codes <= 2 * 16 * budget_tokens * head_dim
+        values = int(value_bits[h].sum()) * head_dim + header_bits(value_bits[h], 1)
+        assert values <= budget
+        codes = int(key_bits[h].sum()) * kept
+        # half a bit a token, so that only the last group's header may be beyond the budget
+        assert codes + header_bits(key_bits[h], 1) * kept / 64 <= budget
+        assert codes + header_bits(key_bits[h], -(-kept // 64)) < budget + 32 * head_dim
     rows = torch.zeros(2, num_tokens, head_dim)
     packed = pack_layer(rows, rows, allocation.keys, allocation.values)
     bound = packed_bound(
         num_tokens=num_tokens, budget_tokens=budget_tokens, num_kv_heads=2, head_dim=head_dim
     ).size_bytes
     assert packed.layout.size_bytes <= bound
+
+
+@pytest.mark.parametrize("head_dim", [5, 64, 96, 128])
+def test_of_a_budget_less_is_left_than_any_increment_costs(head_dim):
+    allocation = allocate(*make_weights(500, head_dim), budget_tokens=60, table=TABLE)
+    for values, keys in zip(allocation.values.tolist(), allocation.keys.tolist(), strict=True):
+        kept, budget = sum(width > 0 for width in values), 16 * 60 * head_dim
+        for bits, curve, length, most in (
+            (values, TABLE.value_curve, head_dim, budget),
+            (keys, TABLE.key_curve, 64, 64 * budget // kept),
+        ):
+            cost = dict(zip(WIDTHS, row_costs(length), strict=True))
+            hull = hull_widths(curve, row_costs(length), WIDTHS)
+            steps = {width: cost[after] - cost[width] for width, after in itertools.pairwise(hull)}
+            left = most - sum(cost[width] for width in bits)
+            assert 0 <= left < min(steps[width] for width in bits if width in steps)
+
+
+@pytest.mark.parametrize(
+    ("widths", "num_tokens", "head_dim"),
+    [((2, 4, 8, 16), 97, 8), ((2, 4, 8, 16), 97, 128), ((4, 16), 97, 64), ((8,), 31, 5), ((16,), 9, 3)],
+)
+def test_the_least_budget_of_widths_above_0_keeps_everything_and_one_token_less_does_not(
+    widths, num_tokens, head_dim
+):
+    least = least_budget(widths, num_tokens=num_tokens, head_dim=head_dim)
+    weights = make_weights(num_tokens, head_dim)
+    allocation = allocate(*weights, budget_tokens=least, table=TABLE, widths=widths)
+    budget = 16 * least * head_dim
+    for value_bits, key_bits in zip(allocation.values.long(), allocation.keys.long(), strict=True):
+        assert set(value_bits.tolist()) | set(key_bits.tolist()) <= set(widths)
+        assert int(value_bits.sum()) * head_dim + header_bits(value_bits, 1) <= budget
+        keys = int(key_bits.sum()) * num_tokens + header_bits(key_bits, 1) * num_tokens / 64
+        assert keys <= budget
+    needed = [
+        num_tokens * min(row_costs(num_values)[WIDTHS.index(width)] for width in widths) / (16 * num_values)
+        for num_values in (head_dim, 64)
+    ]
+    assert least - 1 < max(needed) <= least
+
+
+def test_widths_that_may_drop_a_token_need_one_token():
+    assert least_budget(WIDTHS, num_tokens=10_000, head_dim=64) == 1
 
 
 def test_the_bound_on_bytes_covers_the_padding_of_a_single_token():
@@ -55,11 +107,14 @@ def test_the_bound_on_bytes_covers_the_padding_of_a_single_token():
 def test_keys_are_allocated_what_the_kept_tokens_leave():
     tokens, channels = make_weights(300, 64)
     allocation = allocate(tokens, channels, budget_tokens=24, table=TABLE)
-    values = solve_knapsack(tokens, TABLE.value_curve, torch.tensor([384, 384]))
+    # a token's V: 64 values and a header of 32 bits
+    budgets, costs = torch.tensor([16 * 24 * 64] * 2), (0, 160, 288, 544, 1024)
+    values = solve_knapsack(tokens, TABLE.value_curve, budgets, costs=costs)
     assert torch.equal(allocation.values, values)
     kept = (values > 0).sum(dim=1)
     assert (kept > 24).all()
-    keys = solve_knapsack(channels, TABLE.key_curve, 16 * 24 * 64 // kept)
+    # in half bits a channel and retained token, of which a header is one
+    keys = solve_knapsack(channels, TABLE.key_curve, 2 * budgets // kept, costs=(0, 5, 9, 17, 32))
     assert torch.equal(allocation.keys, keys)
 
 
