@@ -217,8 +217,8 @@ def _unpacked(packed: PackedLayer) -> tuple[Tensor, Tensor]:
         counts, size = head.counts, packed.layout.head_dim
         rows = torch.zeros(counts.num_tokens, size)
         for start, codes in key_tiles(head.key_words, counts.channels, counts.num_tokens, max_blocks=64):
-            restored = codes * head.key_scales[:, None] + head.key_minima[:, None]
-            rows[start : start + codes.shape[1], head.channels.long()] = restored.T
+            tokens = torch.arange(start, start + codes.shape[1])
+            rows[tokens[:, None], head.channels.long()] = head.dequantise_keys(codes, tokens).T
         keys.append(rows)
         codes_by_width = zip((2, 4, 8), (head.values_2, head.values_4, head.values_8), strict=True)
         codes = torch.cat([unpack_value_rows(its, width, size) for width, its in codes_by_width])

@@ -110,8 +110,6 @@ GATES = {
     "_place_kernel": Gate(registers=128),
     "_index_kernel": Gate(registers=64),
     "_refuse_kernel": Gate(registers=64),
-    "_key_ranges_kernel": Gate(registers=128, streams={"x = tl.load(key_ptr + at": _WIDE}),
-    "_key_headers_kernel": Gate(registers=64),
     "_check_kernel": Gate(registers=128),
     "_take_increments_kernel": Gate(registers=168),
     "_pack_keys_kernel": Gate(registers=255),

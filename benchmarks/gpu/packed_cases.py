@@ -17,8 +17,6 @@ from kvferry.kernels.packed.layer import PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import Bound
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.packed.packing_kernels import (
-    _key_headers_kernel,
-    _key_ranges_kernel,
     _pack_keys_kernel,
     _pack_values_kernel,
     _refuse_kernel,
@@ -145,8 +143,6 @@ def pack_case(model: Model, *, length: int, device: Device, seed: int, target: f
             _count_widths_kernel,
             _place_kernel,
             _index_kernel,
-            _key_ranges_kernel,
-            _key_headers_kernel,
             _pack_keys_kernel,
             _pack_values_kernel,
             _refuse_kernel,

@@ -1,8 +1,8 @@
 /* Attention of a decode step to packed rows: RDKV's mixed widths (kernels/packed), and the new tokens' rows.
  *
- * With k = s code + min per channel, q . k = sum of (s q) code + sum of min q: codes are multiplied as they
- * are, and the second sum is one number a query. Values likewise, by token. A code is taken from its word or
- * byte by a mask alone; that it is 2^shift times too large is undone once for each sum.
+ * With k = s code + min per channel and group of tokens, q . k = sum of (s q) code + sum of min q: codes are
+ * multiplied as they are, and the second sum is one number a query and group. Values likewise, by token. A code is
+ * taken from its word or byte by a mask alone; that it is 2^shift times too large is undone once for each sum.
  */
 
 #include "packed.h"
@@ -22,39 +22,50 @@ INLINE lanes some_halves(const uint16_t *from, int64_t count) {
     return load_halves(some);
 }
 
-/* Queries [G, D] in the order and scale of a head's channels, [channels, G], and what the minima add, [G]. */
+/* Queries [G, D] in the order of a head's channels, with zeros behind them. */
 INLINE void order_queries(const packed *its, const int G, int64_t D, float scaling, const float *queries,
-                          float *ordered, float *bias) {
-    const int64_t coded = its->num_channels - its->channels[HALF];
-    for (int g = 0; g < G; g++) bias[g] = 0;
-    for (int64_t first = 0; first < its->num_channels; first += LANES) {
-        float scales[LANES], minima[LANES];
-        const int64_t left = coded > first ? coded - first : 0;
-        store(scales, some_halves(its->key_scales + first, left));
-        store(minima, some_halves(its->key_minima + first, left));
-        for (int64_t c = first; c < its->num_channels && c < first + LANES; c++) {
-            const int64_t number = its->numbers[c] & (its->numbers[c] >= 0 && its->numbers[c] < D ? -1 : 0);
-            for (int g = 0; g < G; g++) {
-                const float query = queries[g * D + number] * scaling;
-                ordered[c * G + g] = c < coded ? query * scales[c - first] : query;
-                bias[g] += c < coded ? query * minima[c - first] : 0;
-            }
+                          float *ordered) {
+    for (int64_t c = 0; c < its->num_channels; c++) {
+        const int64_t number = its->numbers[c] & (its->numbers[c] >= 0 && its->numbers[c] < D ? -1 : 0);
+        for (int g = 0; g < G; g++) ordered[g * D + c] = queries[g * D + number] * scaling;
+    }
+    for (int g = 0; g < G; g++)
+        for (int64_t c = its->num_channels; c < D; c++) ordered[g * D + c] = 0;
+}
+
+/* Ordered queries [G, D] times the scales of a group's channels, and what its minima add, [G]. */
+INLINE void scale_queries(const packed *its, const int G, int64_t D, int64_t group, const float *ordered,
+                          float *scaled, float *bias) {
+    const int64_t coded = its->coded_channels;
+    lanes sums[4];
+    for (int g = 0; g < G; g++) sums[g] = (lanes){0};
+    for (int64_t c = 0; c < coded; c += LANES) {
+        const lanes scales = some_halves(its->key_scales + group * coded + c, coded - c);
+        const lanes minima = some_halves(its->key_minima + group * coded + c, coded - c);
+        for (int g = 0; g < G; g++) {
+            const lanes query = load(ordered + g * D + c);
+            store(scaled + g * D + c, query * scales);
+            sums[g] += query * minima;
         }
+    }
+    for (int g = 0; g < G; g++) {
+        bias[g] = sum(sums[g]);
+        for (int64_t c = coded; c < its->num_channels; c++) scaled[g * D + c] = ordered[g * D + c];
     }
 }
 
-/* Add the products of one kind's channels and G queries to sums [2, G], of one row of tokens of a block. */
-INLINE void multiply_kind(const int kind, const packed *its, const int G, const int row, const uint16_t *words,
-                          const float *ordered, lanes sums[2][4]) {
+/* Add the products of one kind's channels and G scaled queries to sums [2, G], of one row of tokens of a block. */
+INLINE void multiply_kind(const int kind, const packed *its, const int G, int64_t D, const int row,
+                          const uint16_t *words, const float *scaled, lanes sums[2][4]) {
     const int64_t count = its->channels[kind];
     const int fields = 8 >> kind, shift = row % fields * (2 << kind);
     const uint16_t mask = (uint16_t)((kind == HALF ? 0 : (1 << (2 << kind)) - 1) << shift);
     lanes own[2][4];
     words += (rows_before(its, kind) + row / fields) * ROW;
-    for (int k = 0; k < kind; k++) ordered += its->channels[k] * G;
+    for (int k = 0; k < kind; k++) scaled += its->channels[k];
     for (int part = 0; part < 2; part++)
         for (int g = 0; g < G; g++) own[part][g] = (lanes){0};
-    for (int64_t c = 0; c < count; c++, words += ROW << kind, ordered += G) {
+    for (int64_t c = 0; c < count; c++, words += ROW << kind, scaled++) {
         lanes codes[2];
         for (int part = 0; part < 2; part++) {
             const uint16_t *from = words + part * LANES;
@@ -67,7 +78,7 @@ INLINE void multiply_kind(const int kind, const packed *its, const int G, const 
             }
         }
         for (int g = 0; g < G; g++)
-            for (int part = 0; part < 2; part++) own[part][g] += codes[part] * ordered[g];
+            for (int part = 0; part < 2; part++) own[part][g] += codes[part] * scaled[g * D];
     }
     const float unit = 1.0f / (float)(1 << shift);
     for (int part = 0; part < 2; part++)
@@ -76,19 +87,25 @@ INLINE void multiply_kind(const int kind, const packed *its, const int G, const 
 
 /* Scores of a block's tokens, of which `lanes_used` stand in each of its eight rows; of the rows that are
  * needed, or of all. */
-INLINE void score_block(const packed *its, const int G, const uint16_t *words, int64_t lanes_used,
-                        const uint8_t *needed, const float *ordered, const float *bias, float *scores,
+INLINE void score_block(const packed *its, const int G, int64_t D, int64_t block, const uint16_t *words,
+                        int64_t lanes_used, const uint8_t *needed, const scratch *memory, float *scores,
                         int64_t pitch) {
+    const float *scaled = memory->scaled;
+    float bias[4];
+    int64_t found = -1;
     for (int row = 0; row < 8; row++) {
         if (needed && !needed[row]) continue;
+        const int64_t half = 2 * block + row / 4, group = half < its->num_groups ? half : half - 1;
+        if (group != found) scale_queries(its, G, D, group, memory->ordered, memory->scaled, bias);
+        found = group;
         lanes sums[2][4];
         float some[ROW];
         for (int part = 0; part < 2; part++)
             for (int g = 0; g < G; g++) sums[part][g] = (lanes){0} + bias[g];
-        multiply_kind(0, its, G, row, words, ordered, sums);
-        multiply_kind(1, its, G, row, words, ordered, sums);
-        multiply_kind(2, its, G, row, words, ordered, sums);
-        multiply_kind(HALF, its, G, row, words, ordered, sums);
+        multiply_kind(0, its, G, D, row, words, scaled, sums);
+        multiply_kind(1, its, G, D, row, words, scaled, sums);
+        multiply_kind(2, its, G, D, row, words, scaled, sums);
+        multiply_kind(HALF, its, G, D, row, words, scaled, sums);
         for (int g = 0; g < G; g++) {
             for (int part = 0; part < 2; part++) store(some + part * LANES, sums[part][g]);
             memcpy(scores + g * pitch + row * lanes_used, some, (size_t)lanes_used * sizeof *some);
@@ -97,19 +114,20 @@ INLINE void score_block(const packed *its, const int G, const uint16_t *words, i
 }
 
 /* Scores of packed tokens, [G, pitch], of the rows that are needed (see `tokens`). Up to 7 more are written behind
- * them. short_block has room for a block's words. */
-INLINE void score_packed(const packed *its, const int G, const uint8_t *needed, const float *ordered,
-                         const float *bias, uint16_t *short_block, float *scores, int64_t pitch) {
+ * them. memory->short_block has room for a block's words. */
+INLINE void score_packed(const packed *its, const int G, int64_t D, const uint8_t *needed, const scratch *memory,
+                         float *scores, int64_t pitch) {
     const int64_t rows = rows_before(its, KINDS), full = its->num_tokens / BLOCK;
+    uint16_t *short_block = memory->short_block;
     const uint16_t *words = its->words;
     for (int64_t block = 0; block < full; block++, words += rows * ROW)
-        score_block(its, G, words, ROW, needed ? needed + 8 * block : NULL, ordered, bias, scores + block * BLOCK,
-                    pitch);
+        score_block(its, G, D, block, words, ROW, needed ? needed + 8 * block : NULL, memory,
+                    scores + block * BLOCK, pitch);
     const int64_t rest = its->num_tokens - full * BLOCK, lanes_used = (rest + 7) / 8;
     if (!rest) return;
     for (int64_t row = 0; row < rows; row++)
         memcpy(short_block + row * ROW, words + row * lanes_used, (size_t)lanes_used * sizeof *words);
-    score_block(its, G, short_block, lanes_used, needed ? needed + 8 * full : NULL, ordered, bias,
+    score_block(its, G, D, full, short_block, lanes_used, needed ? needed + 8 * full : NULL, memory,
                 scores + full * BLOCK, pitch);
 }
 
@@ -193,9 +211,9 @@ INLINE void attend_some(const int G, int64_t D, const packed *its, const tokens 
     const int64_t kept = stored->num_tokens, all = kept + which->num_rows;
     const int64_t pitch = its->num_tokens + which->num_rows + LANES;
     const float ones[4] = {1, 1, 1, 1};
-    float bias[4], largest[4], totals[4], lowest[4], *weights = memory->weights, *new_weights = weights + kept;
-    order_queries(its, G, D, scaling, queries, memory->ordered, bias);
-    score_packed(its, G, which->needed, memory->ordered, bias, memory->short_block, weights, pitch);
+    float largest[4], totals[4], lowest[4], *weights = memory->weights, *new_weights = weights + kept;
+    order_queries(its, G, D, scaling, queries, memory->ordered);
+    score_packed(its, G, D, which->needed, memory, weights, pitch);
     for (int g = 0; g < G; g++) {
         float *scores = weights + g * pitch;
         largest[g] = -INFINITY;
@@ -248,11 +266,13 @@ int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size, int64_
     }
     if (its->num_channels > D) return OUTSIDE;
     its->coded_tokens = its->num_tokens - its->tokens[HALF];
-    const int64_t coded = its->num_channels - its->channels[HALF];
+    its->coded_channels = its->num_channels - its->channels[HALF];
+    its->num_groups = (its->num_tokens + GROUP - 1) / GROUP;
     const int64_t word_bytes = (its->num_tokens + 7) / 8 * 2 * rows_before(its, KINDS);
+    const int64_t header_bytes = 2 * its->num_groups * its->coded_channels;
     const int64_t sizes[] = {
-        word_bytes, 2 * its->num_channels, 2 * coded, 2 * coded, 2 * its->coded_tokens, 2 * its->coded_tokens,
-        its->tokens[0] * value_bytes(0, D), its->tokens[1] * value_bytes(1, D),
+        word_bytes, 2 * its->num_channels, header_bytes, header_bytes, 2 * its->coded_tokens,
+        2 * its->coded_tokens, its->tokens[0] * value_bytes(0, D), its->tokens[1] * value_bytes(1, D),
         its->tokens[2] * value_bytes(2, D), its->tokens[HALF] * value_bytes(HALF, D),
     };
     const uint8_t *regions[VALUES_OF_16 - KEY_WORDS + 1];
@@ -272,11 +292,12 @@ int find_packed(const int64_t *entry, const uint8_t *codes, int64_t size, int64_
 }
 
 int make_scratch(int64_t num_tokens, int64_t D, scratch *its) {
-    const size_t num_weights = 4 * (size_t)(num_tokens + LANES), num_ordered = 4 * (size_t)D;
+    const size_t num_weights = 4 * (size_t)(num_tokens + LANES), num_queries = 4 * (size_t)D;
     const size_t short_block = (size_t)(8 * D * ROW);
-    float *all = malloc((num_weights + num_ordered) * sizeof *all + short_block * sizeof(uint16_t));
+    float *all = malloc((num_weights + 2 * num_queries) * sizeof *all + short_block * sizeof(uint16_t));
     if (!all) return NO_MEMORY;
-    *its = (scratch){all + num_weights, all, (uint16_t *)(void *)(all + num_weights + num_ordered)};
+    float *ordered = all + num_weights, *scaled = ordered + num_queries;
+    *its = (scratch){ordered, scaled, all, (uint16_t *)(void *)(scaled + num_queries)};
     return 0;
 }
 

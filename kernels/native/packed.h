@@ -21,13 +21,15 @@ enum {
 
 /* Kinds of codes: the widths 2, 4, 8 and 16. */
 enum { KINDS = 4, HALF = 3 };
-/* Tokens that lie in one row of words, and such rows' tokens in a block. */
-enum { ROW = 16, BLOCK = 8 * ROW };
+/* Tokens that lie in one row of words, such rows' tokens in a block, and those that share scales of keys: half of
+ * a block, or all of a last one that is as short. */
+enum { ROW = 16, BLOCK = 8 * ROW, GROUP = BLOCK / 2 };
 
 typedef struct {
     int64_t channels[KINDS], tokens[KINDS];
-    int64_t num_channels, num_tokens, coded_tokens;
-    const uint16_t *words, *key_scales, *key_minima, *value_scales, *value_minima;
+    int64_t num_channels, num_tokens, coded_channels, coded_tokens, num_groups;
+    const uint16_t *words, *key_scales, *key_minima; /* scales and minima [num_groups, coded_channels] */
+    const uint16_t *value_scales, *value_minima;
     const int16_t *numbers; /* of the channels */
     const uint8_t *values[KINDS];
 } packed;
@@ -45,9 +47,10 @@ typedef struct {
     int64_t num_rows;
 } tokens;
 
-/* Memory for one group of queries; `weights` is what is to be freed. */
+/* Memory for up to four queries; `weights` is what is to be freed. Queries in the order of a head's channels,
+ * [4, D], and the same times a group's scales. */
 typedef struct {
-    float *ordered, *weights;
+    float *ordered, *scaled, *weights;
     uint16_t *short_block;
 } scratch;
 

@@ -40,7 +40,7 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
 
     def in_torch() -> Callable[[], None]:
         check_in_torch(packed, num_prompt_tokens)
-        _ = packed.value_exponents
+        _ = packed.scale_exponents
         return lambda: None
 
     if path_for("packed_check", packed.buffer.device) == "torch" or not packed.buffer.numel():
@@ -53,10 +53,10 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
         found = _HostRead(check_kernel.begin(packed, num_prompt_tokens))
 
         def refuse() -> None:
-            faults, largest = check_kernel.faults(found.wait()).unbind(1)
-            _refuse(packed, num_prompt_tokens, faults.tolist())
-            scales = largest.contiguous().view(torch.float32)
-            packed.__dict__["value_exponents"] = packed.exponents_of(torch.where(scales > 0, scales, 1.0))
+            of_heads = check_kernel.faults(found.wait())
+            _refuse(packed, num_prompt_tokens, of_heads[:, 0].tolist())
+            scales = of_heads[:, 1:].contiguous().view(torch.float32)
+            packed.__dict__["scale_exponents"] = packed.exponents_of(torch.where(scales > 0, scales, 1.0))
 
         return refuse
 
@@ -121,9 +121,10 @@ def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence
 
 def _check_scales(scales: tuple[Tensor, ...], minima: tuple[Tensor, ...]) -> None:
     """Require scales above 0, and finite scales and minima."""
-    scale, minimum = torch.cat(scales), torch.cat(minima)
+    scale, minimum = (torch.cat([its.flatten() for its in parts]) for parts in (scales, minima))
     # float16 values: no code times a scale is beyond float32
-    head = _first_head(~((scale > 0) & scale.isfinite() & minimum.isfinite()), list(map(len, scales)))
+    bad = ~((scale > 0) & scale.isfinite() & minimum.isfinite())
+    head = _first_head(bad, [its.numel() for its in scales])
     if head is not None:
         raise ValueError(_SCALES_FAULT.format(head=head))
 

@@ -1,7 +1,8 @@
-"""Plans the products of queries with one head's K codes as tiles, for the torch path of `trizone`.
+"""Plans the products of queries with one head's K as tiles, for the torch path of `trizone`.
 
-`key_words.py` defines the order of the codes. Codes below 16 bits become float32 in that order: the few
-products are reordered, not the codes.
+`key_words.py` defines the order of the codes. Codes below 16 bits become float32 in that order and are
+multiplied by the queries times their group's scales: the few products are reordered, not the codes. A block's
+codes are multiplied by the queries of both of its groups, of which each product is one's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, key_blocks
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS, key_blocks, num_groups
 from kvferry.kernels.packed.tiles import Tiles, field_scales, scratch, tile_rows
 
 Blocks = tuple[Tensor, int]
@@ -29,51 +30,61 @@ def plan_key_products(
     num_channels: Sequence[int],
     num_tokens: int,
     *,
-    weights: Tensor,
-    bias: Tensor,
+    scales: Tensor,
+    minima: Tensor,
+    queries: Tensor,
     products: Tensor,
 ) -> None:
-    """Plan `products = weights @ codes + bias` of one head.
+    """Plan `products = queries @ K` of one head, K being `s code + min` of each channel and group.
 
     Args:
         words, num_channels, num_tokens: as `key_words.key_tiles`.
-        weights: float32 `[G, c]`, channels in their packed order; bias float32 `[G, 1]`: read at each run.
+        scales, minima: float16 `[groups, c]`, of the channels below 16 bits.
+        queries: float32 `[G, c]`, channels in their packed order: read at each run.
         products: float32 `[G, padded_tokens]`, out; undefined for padding.
     """
     if not any(num_channels):
         if num_tokens:
             tiles.reserve(0)
             empty = tiles.floats(0, num_tokens)
-            tiles.then(torch.addmm, bias, weights, empty, out=products[:, :num_tokens])
+            tiles.then(torch.mm, queries, empty, out=products[:, :num_tokens])
         return
-    start = 0
+    start = group = 0
     for run in _runs(words, num_channels, num_tokens):
-        run_tokens = 0
-        for blocks, lanes in run:
-            run_tokens += len(blocks) * 8 * lanes
-        tiles.reserve(sum(num_channels) * run_tokens)
+        run_tokens = sum(len(blocks) * 8 * lanes for blocks, lanes in run)
+        last = group + sum(len(blocks) * _groups_of_block(lanes) for blocks, lanes in run)
+        tiles.reserve(sum(num_channels) * run_tokens + 2 * (last - group) * scales.shape[1])
         target = products[:, start : start + run_tokens]
-        addend, byte, channel = bias, 0, 0
+        weights, addend = _plan_headers(tiles, scales[group:last], minima[group:last], queries)
+        byte, channel = 0, 0
         for width, count in zip(WIDTHS, num_channels, strict=True):
+            of_width = slice(channel, channel + count)
             if count:
                 segments = [
                     (blocks[:, byte * lanes : (byte + count * width) * lanes], lanes) for blocks, lanes in run
                 ]
-                of_width = weights[:, channel : channel + count]
-                plan = _plan_halves if width == 16 else _plan_fields
-                plan(tiles, segments, width, of_width, addend, target)
+                if width < 16:
+                    _plan_fields(tiles, segments, width, weights[..., of_width], addend, target)
+                else:
+                    _plan_halves(tiles, segments, queries[:, of_width], addend, target)
                 addend = target
             byte += count * width
             channel += count
-        start += run_tokens
+        start, group = start + run_tokens, last
+
+
+def _groups_of_block(lanes: int) -> int:
+    """Groups of a block that has padding in its last lane, or none."""
+    return num_groups(8 * lanes)
 
 
 def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[list[Blocks]]:
-    """A head's blocks in runs that fit into a tile."""
-    left = max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels))
+    """A head's blocks in runs that fit into a tile, with their scales and minima."""
+    headers = 2 * num_groups(BLOCK_TOKENS) * sum(num_channels[:3])
+    left = max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels) + headers)
     runs: list[list[Blocks]] = [[]]
-    for group, lanes in key_blocks(words, num_channels, num_tokens):
-        blocks = group
+    for of_lanes, lanes in key_blocks(words, num_channels, num_tokens):
+        blocks = of_lanes
         while len(blocks):
             if not left:
                 runs.append([])
@@ -83,41 +94,73 @@ def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[l
     return runs if runs[0] else []
 
 
+def _plan_headers(tiles: Tiles, scales: Tensor, minima: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """A run's scales and minima times the queries.
+
+    Returns: float32 `[groups, G, c]`, the queries times each group's scales; `[G, groups]`, what its minima
+        add to the products of its tokens.
+    """
+    (groups, coded), group_size = scales.shape, len(queries)
+    weights = scratch("weighted queries", (groups, group_size, coded), queries.device)
+    sums = scratch("sums of minima", (group_size, groups), queries.device)
+    of_scales, of_minima = tiles.floats(groups, coded), tiles.floats(groups, coded)
+    tiles.convert(scales, of_scales)
+    tiles.convert(minima, of_minima)
+    tiles.then(torch.mul, queries[:, :coded], of_scales[:, None], out=weights)
+    tiles.then(torch.mm, queries[:, :coded], of_minima.T, out=sums)
+    return weights, sums
+
+
 def _plan_fields(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """One width below 16 bits. Args: segments: its bytes of each block; others as `_plan_halves`."""
-    (group_size, count), per_byte, start = weights.shape, 8 // width, 0
+    """One width below 16 bits.
+
+    Args: segments: its bytes of each block; weights `[groups, G, c_w]`; addend: added to the products, the
+        target itself or a number for each group `[G, groups]`; target `[G, tokens of the blocks]`, out.
+    """
+    (_, group_size, count), per_byte, start, group = weights.shape, 8 // width, 0, 0
     scales = field_scales(width, weights.device)
     for blocks, lanes in segments:
-        num_blocks, row = len(blocks), width * lanes
+        num_blocks, row, halves = len(blocks), width * lanes, _groups_of_block(lanes)
         fields = tiles.fields(blocks.view(num_blocks, count, row), width)
-        products = scratch("products", (per_byte * num_blocks, group_size, row), weights.device)
-        # [fields of a byte, blocks, G, w / 2, R, bytes of a word]
-        ordered = products.view(per_byte, num_blocks, group_size, width // 2, lanes, 2).permute(
-            2, 1, 3, 5, 0, 4
-        )
+        products = scratch("products", (per_byte, num_blocks, halves * group_size, row), weights.device)
+        last = group + num_blocks * halves
+        of_blocks = weights[group:last].unflatten(0, (num_blocks, halves)).flatten(1, 2)
+        for codes, out in zip(fields.unbind(), products.unbind(), strict=True):
+            tiles.then(torch.bmm, of_blocks, codes, out=out)
+        # [fields of a byte, blocks, groups, G, w / 2, R, bytes of a word], of which each group has its rows:
+        # of width 2 the words' low or high bytes, of others the first or second half of the words
+        if width == 2:
+            parts = products.view(per_byte, num_blocks, halves, group_size, 1, lanes, halves, 2 // halves)
+            of_groups = parts.diagonal(0, 2, 6)
+        else:
+            words = width // 2 // halves
+            parts = products.view(per_byte, num_blocks, halves, group_size, halves, words, lanes, 2)
+            of_groups = parts.diagonal(0, 2, 4)
+        # [G, blocks, groups, words, bytes of a word, fields of a byte, R]
+        ordered = of_groups.permute(2, 1, 6, 3, 5, 0, 4)
         part = target[:, start : start + num_blocks * 8 * lanes].view(ordered.shape)
-        base = part if addend is target else addend.view(-1, *[1] * 5)
-        of_fields = weights.expand(per_byte * num_blocks, -1, -1)
-        tiles.then(torch.bmm, of_fields, fields.flatten(0, 1), out=products)
+        base = part
+        if addend is not target:
+            base = addend[:, group:last].view(group_size, num_blocks, halves, 1, 1, 1, 1)
         tiles.then(torch.addcmul, base, ordered, scales, out=part)
-        start += num_blocks * 8 * lanes
+        start, group = start + num_blocks * 8 * lanes, last
 
 
 def _plan_halves(
-    tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
+    tiles: Tiles, segments: Sequence[Blocks], queries: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """16 bits, which are in the tokens' order.
-
-    Args: segments: their bytes of each block; weights `[G, c_w]`; addend: added to the products, the target
-        itself or one column; target `[G, tokens of the blocks]`, out.
-    """
-    count, start = weights.shape[1], 0
+    """16 bits, which are in the tokens' order. Args: queries `[G, c_w]`; others as `_plan_fields`."""
+    count, start = queries.shape[1], 0
     floats = tiles.floats(count, target.shape[1])
     for blocks, lanes in segments:
         halves = blocks.view(torch.float16).view(len(blocks), count, 8 * lanes)
         stop = start + len(blocks) * 8 * lanes
         tiles.convert(halves.transpose(0, 1), floats[:, start:stop].view(count, len(blocks), 8 * lanes))
         start = stop
-    tiles.then(torch.addmm, addend, weights, floats, out=target)
+    if addend is target:
+        tiles.then(torch.addmm, target, queries, floats, out=target)
+    else:
+        # no channel has minima
+        tiles.then(torch.mm, queries, floats, out=target)

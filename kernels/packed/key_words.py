@@ -9,6 +9,12 @@ w fields a word
 
 for j < w / 2, f < F, r < R. Words are little-endian: fields 0 .. F/2 - 1 are the low byte. A width of 16 is
 the float16 value itself. Padding tokens are written as zeros; readers ignore them.
+
+Codes below 16 bits have a scale and a minimum for each channel and *group* of tokens. A block has eight rows
+i = j F + f of R tokens; rows 0 .. 3 are one group and rows 4 .. 7 another, and the rest is a single one if it
+has at most `GROUP_TOKENS` = 64 tokens. So there are ceil(n / 64) groups, and row i of block b is in group
+
+    min(2 b + floor(i / 4), ceil(n / 64) - 1)
 """
 
 from __future__ import annotations
@@ -21,13 +27,34 @@ from torch import Tensor
 WIDTHS = (2, 4, 8, 16)
 LANES = 16
 BLOCK_TOKENS = 8 * LANES
+GROUP_TOKENS = BLOCK_TOKENS // 2
 
 
-def block_groups(num_tokens: int) -> list[tuple[int, int]]:
+def block_runs(num_tokens: int) -> list[tuple[int, int]]:
     """Runs of equal blocks as (number of blocks, R): the full ones, if any, then the short one, if any."""
     full, rest = divmod(num_tokens, BLOCK_TOKENS)
-    groups = [(full, LANES)] if full else []
-    return [*groups, (1, -(-rest // 8))] if rest else groups
+    runs = [(full, LANES)] if full else []
+    return [*runs, (1, -(-rest // 8))] if rest else runs
+
+
+def num_groups(num_tokens: int) -> int:
+    """Groups of one head's tokens."""
+    return -(-num_tokens // GROUP_TOKENS)
+
+
+def group_runs(num_tokens: int) -> list[tuple[int, int]]:
+    """Runs of equal groups as (number of groups, tokens of each), in their order."""
+    full, rest = divmod(num_tokens, BLOCK_TOKENS)
+    first = rest if rest <= GROUP_TOKENS else 4 * -(-rest // 8)
+    return [run for run in ((2 * full, GROUP_TOKENS), (1, first), (1, rest - first)) if all(run)]
+
+
+def groups_of(tokens: Tensor, num_tokens: int) -> Tensor:
+    """The group of each token. Args: tokens int64, below `num_tokens`. Returns: int64."""
+    full, rest = divmod(num_tokens, BLOCK_TOKENS)
+    block = tokens // BLOCK_TOKENS
+    row = tokens % BLOCK_TOKENS // torch.where(block < full, LANES, -(-rest // 8))
+    return (2 * block + row // 4).clamp(max=num_groups(num_tokens) - 1)
 
 
 def key_code_bytes(num_channels: Sequence[int], num_tokens: int) -> int:
@@ -40,7 +67,7 @@ def key_blocks(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> l
     """One head's words as runs of equal blocks: uint8 `[num_blocks, block bytes]`, and their R."""
     lane_bytes = key_code_bytes(num_channels, 8)
     runs, byte = [], 0
-    for num_blocks, lanes in block_groups(num_tokens):
+    for num_blocks, lanes in block_runs(num_tokens):
         size = num_blocks * lanes * lane_bytes
         runs.append((words[byte : byte + size].view(num_blocks, lanes * lane_bytes), lanes))
         byte += size
@@ -54,7 +81,7 @@ def pack_key_words(codes: Sequence[Tensor], num_tokens: int) -> Tensor:
     Returns: uint8 `[key_code_bytes]`.
     """
     pieces, start = [], 0
-    for num_blocks, lanes in block_groups(num_tokens):
+    for num_blocks, lanes in block_runs(num_tokens):
         covered = num_blocks * 8 * lanes
         stop = min(start + covered, num_tokens)
         segments = []

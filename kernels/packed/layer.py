@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
+from kvferry.kernels.packed.key_words import groups_of
 from kvferry.kernels.packed.layout import OFFSET_BYTES, HeadCounts, PackedLayout
 
 ENTRY_FIELDS = 20
@@ -34,7 +35,7 @@ class PackedHead:
     Attributes:
         key_words: uint8, see `key_words.py`.
         values_2, values_4, values_8: uint8 `[n_w, row bytes]`, see `value_rows.py`.
-        key_scales, key_minima: float16, of the channels below 16 bits.
+        key_scales, key_minima: float16 `[groups, c]`, of the channels below 16 bits.
         value_scales, value_minima: float16, of the tokens below 16 bits.
         values_16: float16 `[n_16, D]`, zone B.
         channels: int16, the retained K channels in packed order.
@@ -54,6 +55,16 @@ class PackedHead:
     channels: Tensor
     positions: Tensor
 
+    def dequantise_keys(self, codes: Tensor, tokens: Tensor) -> Tensor:
+        """K of some tokens: `s code + min` with the scale and minimum of a channel and the token's group.
+
+        Args: codes float32 `[c, k]`, channels in packed order, written over; tokens int64 `[k]`.
+        """
+        groups = groups_of(tokens, self.counts.num_tokens)
+        coded = codes[: self.key_scales.shape[1]]
+        coded.mul_(self.key_scales[groups].T).add_(self.key_minima[groups].T)
+        return codes
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayer:
@@ -69,16 +80,18 @@ class PackedLayer:
         return {}
 
     @cached_property
-    def value_exponents(self) -> Tensor:
-        """The exponent that brings each head's largest value scale near 2^SCALE_EXPONENT: int64 `[H_kv]`, on
-        the host. `begin_packed_check` computes it, so that a batch takes the layer without reading scales."""
+    def scale_exponents(self) -> Tensor:
+        """The exponents that bring each head's largest scale of K and of V to [2^(SCALE_EXPONENT - 1),
+        2^SCALE_EXPONENT): int64 `[H_kv, 2]`, on the host. `begin_packed_check` computes them, so that a batch
+        takes the layer without reading scales."""
         one = torch.ones((), device=self.buffer.device)
-        scales = [head.value_scales.float() for head in self.heads]
-        return self.exponents_of(torch.stack([its.max() if its.numel() else one for its in scales]).cpu())
+        scales = [its.float() for head in self.heads for its in (head.key_scales, head.value_scales)]
+        largest = torch.stack([its.max() if its.numel() else one for its in scales])
+        return self.exponents_of(largest.cpu().view(-1, 2))
 
     @staticmethod
     def exponents_of(largest_scales: Tensor) -> Tensor:
-        """`value_exponents` of each head's largest value scale, float32 `[H_kv]` on the host."""
+        """`scale_exponents` of each head's largest scales, float32 `[H_kv, 2]` on the host."""
         return (SCALE_EXPONENT - torch.frexp(largest_scales).exponent.long()).clamp(-100, 100)
 
 

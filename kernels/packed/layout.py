@@ -5,7 +5,7 @@ views its arena bytes with it. Kinds follow one another, so that each is shipped
 every region starts at a multiple of `ALIGNMENT_BYTES`:
 
     codes:  head 0: key_words | values 2 | values 4 | values 8;  head 1: ...     uint8
-    scales: head 0: key scales | key minima | value scales | value minima; ...   float16
+    scales: head 0: key scales | key minima | value scales | value minima; ...   float16, K's group by group
     rows:   head 0: values 16; ...                                               float16 (zone B)
     index:  head 0: channels int16 | positions uint16, int32 if T > 65536; ...
 
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import Region
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.key_words import WIDTHS, key_code_bytes
+from kvferry.kernels.packed.key_words import WIDTHS, key_code_bytes, num_groups
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-LAYOUT_VERSION = 2
-"""2: scales and minima in float16, positions in 16 bits where these suffice."""
+LAYOUT_VERSION = 3
+"""2: scales and minima in float16, positions in 16 bits where these suffice.
+3: K's scales and minima for each group of tokens."""
 MAX_SHORT_POSITIONS = 1 << 16
 Kind = Literal["codes", "scales", "rows", "index"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -158,13 +159,15 @@ def packed_bound(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head
 
     Holds for every allocation in which each head's V has at most 16 B bits a channel, its K at most
     min(16 D, floor(16 B D / n)) bits a token summed over channels, where B = min(budget_tokens, num_tokens)
-    and n is the number of tokens retained.
+    and n is the number of tokens retained; whether K's scales and minima are within these bits or beside
+    them.
     """
     budget = min(budget_tokens, num_tokens)
     retained = min(num_tokens, 8 * budget)
     # V: 2 B D bytes, and up to a byte a row where D is no multiple of 4. K: 2 B D, and 7 padding tokens.
     codes_and_rows = 4 * budget * head_dim + retained + 14 * head_dim
-    scales = 4 * (retained + head_dim)
+    # 8 B tokens leave each K channel 2 bits, so all of them may have scales for each group of as many tokens
+    scales = 4 * (retained + num_groups(retained) * head_dim)
     index = position_dtype(num_tokens).itemsize * retained + 2 * head_dim
     head_bytes = codes_and_rows + scales + index + _REGIONS_PER_HEAD * ALIGNMENT_BYTES
     size_bytes = num_kv_heads * (-(-head_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
@@ -176,6 +179,7 @@ def _head_shapes(
 ) -> dict[Kind, list[tuple[str, tuple[int, ...], torch.dtype]]]:
     """Names, shapes and dtypes of one head's regions by kind, in their order."""
     coded_channels, coded_tokens = sum(head.channels[:3]), sum(head.tokens[:3])
+    key_headers = (num_groups(head.num_tokens), coded_channels)
     codes: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("key_words", (key_code_bytes(head.channels, head.num_tokens),), torch.uint8)
     ]
@@ -184,8 +188,8 @@ def _head_shapes(
     return {
         "codes": codes,
         "scales": [
-            ("key_scales", (coded_channels,), torch.float16),
-            ("key_minima", (coded_channels,), torch.float16),
+            ("key_scales", key_headers, torch.float16),
+            ("key_minima", key_headers, torch.float16),
             ("value_scales", (coded_tokens,), torch.float16),
             ("value_minima", (coded_tokens,), torch.float16),
         ],

@@ -1,10 +1,8 @@
 """Packing K and V in Triton.
 
-    _key_ranges_kernel   (head, chunk of tokens): smallest and largest value of each channel of K
-    _key_headers_kernel  (head): scales and minima of K's coded channels
-    _pack_keys_kernel    (head, token block): quantises and packs the block
+    _pack_keys_kernel    (head, token block): each channel's range in the block's groups, then its codes
     _pack_values_kernel  (head, width, item): each row's range, then its codes; some tokens of one width
-    _refuse_kernel       (part): what is not finite of what was written
+    _refuse_kernel       (part): what is not finite of scales, minima and rows at 16 bits
 
 Each writes what the head's counts on the device ask for, whatever the number of programs.
 
@@ -31,34 +29,6 @@ def codes_of(x, minimum, scale, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _key_ranges_kernel(
-    key_ptr, ints_ptr, entries_ptr, range_ptr, stride_head, stride_row,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr,
-):  # fmt: skip
-    head, chunk = tl.program_id(0), tl.program_id(1)
-    row = entries_ptr + head * FIELDS
-    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
-    d = tl.arange(0, BLOCK_D)
-    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
-    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
-    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, num_tokens), BLOCK_T):
-        t = start + tl.arange(0, BLOCK_T)
-        position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=t < num_tokens, other=0).to(tl.int64)
-        at = head.to(tl.int64) * stride_head + position[:, None] * stride_row + d[None, :]
-        ok = (t < num_tokens)[:, None] & (d < D)[None, :]
-        x = tl.load(key_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        # a maximum ignores NaN, so NaN becomes infinity, which is refused
-        highest = tl.maximum(
-            highest, tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
-        )
-        lowest = tl.minimum(lowest, tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0))
-    at = (head * tl.num_programs(1) + chunk) * 2 * BLOCK_D + d
-    tl.store(range_ptr + at, lowest)
-    tl.store(range_ptr + at + BLOCK_D, highest)
-
-
-@triton.jit
 def _half_headers(lowest, highest, levels):
     """As `quantise.half_headers`; products with a power of two are exact. Returns scale and minimum."""
     nearest = lowest.to(tl.float16)
@@ -75,85 +45,96 @@ def _not_finite(x):
     return (x == x) & (tl.abs(x) < float("inf")) == 0
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def _key_headers_kernel(
-    range_ptr, words_ptr, floats_ptr, entries_ptr, refused_ptr, num_chunks,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    row = entries_ptr + head * FIELDS
-    num_channels = (tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3) + tl.load(row + 4)).to(tl.int32)
-    num_tokens = (tl.load(row + 5) + tl.load(row + 6) + tl.load(row + 7) + tl.load(row + 8)).to(tl.int32)
-    c = tl.arange(0, BLOCK_D)
-    inside = c < num_channels
-    channel = tl.load(words_ptr + tl.load(row + 10) + c, mask=inside, other=0).to(tl.int32)
-    lowest = tl.full([BLOCK_D], float("inf"), tl.float32)
-    highest = tl.full([BLOCK_D], float("-inf"), tl.float32)
-    for chunk in range(0, tl.cdiv(num_tokens, CHUNK)):
-        at = (head * num_chunks + chunk) * 2 * BLOCK_D + channel
-        lowest = tl.minimum(lowest, tl.load(range_ptr + at))
-        highest = tl.maximum(highest, tl.load(range_ptr + at + BLOCK_D))
-    # of a head without tokens there are no channels
-    lowest, highest = tl.where(inside, lowest, 0.0), tl.where(inside, highest, 0.0)
-    bad, first = 0, 0
-    for i in tl.static_range(4):
-        count = tl.load(row + 1 + i).to(tl.int32)
-        of_width = (c >= first) & (c < first + count)
-        if i < 3:
-            levels = tl.full([BLOCK_D], (1 << 2 ** (i + 1)) - 1, tl.float32)
-            scale, minimum = _half_headers(lowest, highest, levels)
-            tl.store(floats_ptr + tl.load(row + 11) + c, scale, mask=of_width)
-            tl.store(floats_ptr + tl.load(row + 12) + c, minimum, mask=of_width)
-            wrong = _not_finite(scale.to(tl.float32)) | _not_finite(minimum.to(tl.float32))
-        else:
-            wrong = _not_finite(lowest.to(tl.float16).to(tl.float32))
-            wrong |= _not_finite(highest.to(tl.float16).to(tl.float32))
-        bad += tl.sum((of_width & wrong).to(tl.int32), 0)
-        first += count
-    tl.store(refused_ptr + head * COLUMNS, bad)
+@triton.jit
+def _group_range(keys_ptr, ints_ptr, row, channel, inside, start, lanes, num_tokens, stride_row):
+    """The smallest and largest value of some channels in four rows of `lanes` tokens, the first `start`."""
+    i = tl.arange(0, 64)
+    t = start + i // 16 * lanes + i % 16
+    there = (i % 16 < lanes) & (t < num_tokens)
+    position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=there, other=0).to(tl.int64)
+    ok = there[:, None] & inside[None, :]
+    at = position[:, None] * stride_row + channel[None, :]
+    x = tl.load(keys_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    # a maximum ignores NaN, so NaN becomes infinity, which is refused
+    highest = tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
+    lowest = tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0)
+    return lowest, highest
 
 
 @triton.jit
 def _pack_key_words(
-    keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes, num_tokens,
-    stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
+    keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, coded, block, lanes,
+    num_tokens, stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The words of one block and width. Args: base: the block's first word; before: words per lane before the
-    width's; first, count: its channels in packed order."""
+    """The words of one block and width, with the scales and minima of its groups.
+
+    Args: base: the block's first word; before: words per lane before the width's; first, count: its channels
+        in packed order; coded: all channels below 16 bits.
+    Returns: how many of its values at 16 bits are not finite.
+    """
     FIELDS: tl.constexpr = 16 // W
     r = tl.arange(0, 16)
+    bad = 0
     for c0 in range(0, count, BLOCK_C):
         c = c0 + tl.arange(0, BLOCK_C)
         inside = c < count
         channel = tl.load(words_ptr + tl.load(row + 10) + first + c, mask=inside, other=0).to(tl.int64)
         if W < 16:
-            scale = tl.load(floats_ptr + tl.load(row + 11) + first + c, mask=inside, other=1.0)[:, None].to(
-                tl.float32
+            token = block * 128
+            lowest, highest = _group_range(
+                keys_ptr, ints_ptr, row, channel, inside, token, lanes, num_tokens, stride_row
             )
-            minimum = tl.load(floats_ptr + tl.load(row + 12) + first + c, mask=inside, other=0.0)[:, None].to(
-                tl.float32
+            lowest_2, highest_2 = _group_range(
+                keys_ptr, ints_ptr, row, channel, inside, token + 4 * lanes, lanes, num_tokens, stride_row
             )
+            # so short a rest is one group
+            is_one = num_tokens - token <= 64
+            lowest = tl.where(is_one, tl.minimum(lowest, lowest_2), lowest)
+            highest = tl.where(is_one, tl.maximum(highest, highest_2), highest)
+            lowest_2, highest_2 = tl.where(is_one, lowest, lowest_2), tl.where(is_one, highest, highest_2)
+            levels = tl.full([BLOCK_C], (1 << W) - 1, tl.float32)
+            scale, minimum = _half_headers(
+                tl.where(inside, lowest, 0.0), tl.where(inside, highest, 0.0), levels
+            )
+            scale_2, minimum_2 = _half_headers(
+                tl.where(inside, lowest_2, 0.0), tl.where(inside, highest_2, 0.0), levels
+            )
+            at = 2 * block * coded + first + c
+            tl.store(floats_ptr + tl.load(row + 11) + at, scale, mask=inside)
+            tl.store(floats_ptr + tl.load(row + 12) + at, minimum, mask=inside)
+            has_second = inside & (is_one == 0)
+            tl.store(floats_ptr + tl.load(row + 11) + at + coded, scale_2, mask=has_second)
+            tl.store(floats_ptr + tl.load(row + 12) + at + coded, minimum_2, mask=has_second)
+        wrong = tl.zeros([BLOCK_C, 16], tl.int32)
         for j in range(0, W // 2):
             word = tl.zeros([BLOCK_C, 16], tl.int32)
             for f in tl.static_range(FIELDS):
-                t = block * 128 + (j * FIELDS + f) * lanes + r
+                field = j * FIELDS + f
+                t = block * 128 + field * lanes + r
                 there = (r < lanes) & (t < num_tokens)
                 position = tl.load(ints_ptr + tl.load(row + 19) + t, mask=there, other=0).to(tl.int64)
                 ok = inside[:, None] & there[None, :]
                 at = position[None, :] * stride_row + channel[:, None]
                 x = tl.load(keys_ptr + at, mask=ok, other=0.0).to(tl.float32)
                 if W == 16:
-                    word = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+                    half = x.to(tl.float16)
+                    wrong += _not_finite(half.to(tl.float32)).to(tl.int32)
+                    word = half.to(tl.int16, bitcast=True).to(tl.int32)
                 else:
-                    code = codes_of(x, minimum, scale, (1 << W) - 1)
+                    of_scale = tl.where(field < 4, scale, scale_2).to(tl.float32)[:, None]
+                    of_minimum = tl.where(field < 4, minimum, minimum_2).to(tl.float32)[:, None]
+                    code = codes_of(x, of_minimum, of_scale, (1 << W) - 1)
                     word |= tl.where(ok, code, 0) << (f * W)
             at = base + lanes * before + (c[:, None] * (W // 2) + j) * lanes + r[None, :]
             tl.store(words_ptr + at, word.to(tl.int16), mask=inside[:, None] & (r < lanes)[None, :])
+        if W == 16:
+            bad += tl.sum(tl.sum(wrong, 1), 0)
+    return bad
 
 
 @triton.jit
 def _pack_keys_kernel(
-    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, stride_head, stride_row,
+    key_ptr, words_ptr, ints_ptr, floats_ptr, entries_ptr, refused_ptr, stride_head, stride_row,
     BLOCK_C: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -165,14 +146,16 @@ def _pack_keys_kernel(
     if block * 128 < num_tokens:
         lanes = tl.minimum((num_tokens - block * 128 + 7) // 8, 16)
         base = tl.load(row + 9) + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
-        before, first = 0, 0
+        before, first, refused = 0, 0, 0
         for i in tl.static_range(4):
             count = tl.load(row + 1 + i).to(tl.int32)
-            _pack_key_words(
-                keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, block, lanes,
-                num_tokens, stride_row, BLOCK_C, 2 ** (i + 1),
+            bad = _pack_key_words(
+                keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, n2 + n4 + n8,
+                block, lanes, num_tokens, stride_row, BLOCK_C, 2 ** (i + 1),
             )  # fmt: skip
-            before, first = before + (count << i), first + count
+            before, first, refused = before + (count << i), first + count, refused + bad
+        if refused > 0:
+            tl.atomic_add(refused_ptr, refused)
 
 
 @triton.jit

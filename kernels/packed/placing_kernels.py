@@ -83,7 +83,7 @@ def _place_kernel(
     )
     words = _padded((n + 7) // 8 * (2 * c2 + 4 * c4 + 8 * c8 + 16 * c16))
     rows_2, rows_4, rows_8 = _padded(t2 * (D // 4)), _padded(t4 * (D // 2)), _padded(t8 * D)
-    of_channels, of_tokens = _padded(2 * (c2 + c4 + c8)), _padded(2 * (t2 + t4 + t8))
+    of_channels, of_tokens = _padded(2 * ((n + 63) // 64) * (c2 + c4 + c8)), _padded(2 * (t2 + t4 + t8))
     rows_16 = _padded(2 * t16 * D)
     channels, positions = _padded(2 * (c2 + c4 + c8 + c16)), _padded(POSITION_BYTES * n)
     codes, scales = words + rows_2 + rows_4 + rows_8, 2 * of_channels + 2 * of_tokens
@@ -100,6 +100,8 @@ def _place_kernel(
     fits = (size_bytes <= limit_bytes) & (tl.max(n, 0) <= max_tokens)
     tl.store(report_ptr + num_heads * COLUMNS, usable)
     tl.store(report_ptr + num_heads * COLUMNS + 1, fits.to(tl.int32))
+    # what packing refuses is added
+    tl.store(report_ptr + num_heads * COLUMNS + 2, 0)
     # of a layer that is refused nothing is written
     valid = (fits & (usable != 0) & (other == 0)).to(tl.int64)
     at = entries_ptr + h * FIELDS

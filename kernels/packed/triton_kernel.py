@@ -1,4 +1,4 @@
-"""Laying out, quantising and packing a layer in Triton, without the host: eight launches of these kernels and
+"""Laying out, quantising and packing a layer in Triton, without the host: six launches of these kernels and
 two sorts a layer.
 
 How many rows of each width there are is known on the device only. Memory and programs are therefore of a
@@ -18,8 +18,6 @@ from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import ENTRY_FIELDS
 from kvferry.kernels.packed.layout import Bound, position_dtype
 from kvferry.kernels.packed.packing_kernels import (
-    _key_headers_kernel,
-    _key_ranges_kernel,
     _pack_keys_kernel,
     _pack_values_kernel,
     _refuse_kernel,
@@ -29,17 +27,16 @@ from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_
 ITEM_BYTES = 64 << 10
 """Bytes of V that a program reads, about."""
 _CHUNK = 512
-"""Tokens whose range of each K channel one program finds, or whose positions it writes."""
+"""Tokens whose positions one program writes."""
 _REFUSING = 64
 """Programs that look for values that are not finite."""
 _FIELDS = ENTRY_FIELDS + 1
 """A head's row for the kernels: as of `packed_entries`, and where its positions go in the layer. Column 19 is
 their place among those for the kernels, which are int32 whatever they are stored as, so that each kernel is
 compiled once."""
-REPORT_COLUMNS = 10
-"""A head's channels of 2, 4, 8 and 16 bits, its tokens of each, its units of other widths, and its channels
-that are not finite, in the first head's row also all else that is not. In the row after the last head:
-whether the bits mean something, and whether all fits."""
+REPORT_COLUMNS = 9
+"""A head's channels of 2, 4, 8 and 16 bits, its tokens of each, and its units of other widths. In the row
+after the last head: whether the bits mean something, whether all fits, and how much is not finite."""
 
 
 def pack(
@@ -72,29 +69,20 @@ def pack(
     positions = torch.empty(num_heads, bound.tokens, dtype=torch.int32, device=device)
     words, halves, ints = (buffer.view(dtype) for dtype in (torch.int16, torch.float16, torch.int32))
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    num_chunks = max(triton.cdiv(bound.tokens, _CHUNK), 1)
-    _index_kernel[(num_heads, num_chunks)](
+    _index_kernel[(num_heads, max(triton.cdiv(bound.tokens, _CHUNK), 1))](
         channels, tokens, words, ints, positions, entries, num_tokens,
         D=head_dim, BLOCK_D=block_d, BLOCK=_CHUNK, FIELDS=_FIELDS, LONG=not is_short, num_warps=4,
     )  # fmt: skip
-    ranges = torch.empty(num_heads, num_chunks, 2, block_d, dtype=torch.float32, device=device)
-    shape = {"D": head_dim, "BLOCK_D": block_d, "BLOCK_T": _tile_tokens(block_d), "FIELDS": _FIELDS}
-    refused = report.view(-1)[REPORT_COLUMNS - 1 :]
-    _key_ranges_kernel[(num_heads, num_chunks)](
-        keys, positions, entries, ranges, keys.stride(0), keys.stride(1), **shape, CHUNK=_CHUNK, num_warps=4
-    )
-    _key_headers_kernel[(num_heads,)](
-        ranges, words, halves, entries, refused, num_chunks,
-        BLOCK_D=block_d, CHUNK=_CHUNK, FIELDS=_FIELDS, COLUMNS=REPORT_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    refused = report[-1, 2:]
     _pack_keys_kernel[(num_heads, max(triton.cdiv(bound.tokens, BLOCK_TOKENS), 1))](
-        keys, words, positions, halves, entries, keys.stride(0), keys.stride(1),
+        keys, words, positions, halves, entries, refused, keys.stride(0), keys.stride(1),
         BLOCK_C=32, FIELDS=_FIELDS, num_warps=4,
     )  # fmt: skip
     item_tokens = max(ITEM_BYTES // (head_dim * keys.element_size()), 1)
     _pack_values_kernel[(num_heads, len(WIDTHS), max(triton.cdiv(bound.tokens, item_tokens), 1))](
         values, buffer, halves, positions, halves, entries, item_tokens,
-        values.stride(0), values.stride(1), **shape, num_warps=4,
+        values.stride(0), values.stride(1),
+        D=head_dim, BLOCK_D=block_d, BLOCK_T=_tile_tokens(block_d), FIELDS=_FIELDS, num_warps=4,
     )  # fmt: skip
     _refuse_kernel[(_REFUSING,)](halves, entries, refused, BLOCK=1024, num_warps=4)
     return report, buffer

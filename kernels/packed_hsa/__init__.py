@@ -33,8 +33,8 @@ _LARGEST = 255
 class PageCodes:
     """Page extremes as codes: Kmax and Kmin of a page's channel c are `low_c + step_c * code`.
 
-    A channel's codes divide the range of its packed keys, so that of a channel with at most 8 bits they are
-    exact. Keys of new tokens outside that range count as its ends, and those of a dropped channel as zero.
+    A channel's codes divide the range of its packed keys, so an extreme is off by half a step at most. Keys
+    of new tokens outside that range count as its ends, and those of a dropped channel as zero.
 
     Attributes:
         highest, lowest: uint8 `[H_kv, pages, D]`.
@@ -79,11 +79,10 @@ def page_extremes(packed: PackedLayer, pages: PageCodes, *, page_size: int) -> N
         tiles = key_tiles(
             head.key_words, head.counts.channels, head.counts.num_tokens, max_blocks=TILE_BLOCKS
         )
-        coded = sum(head.counts.channels[:3])
-        for start, keys in tiles:
-            keys[:coded] = keys[:coded] * head.key_scales[:, None] + head.key_minima[:, None]
-            page = (torch.arange(keys.shape[1], device=keys.device) + start) // page_size
-            index = page.expand(len(channels), -1)
+        for start, codes in tiles:
+            tokens = torch.arange(start, start + codes.shape[1], device=codes.device)
+            keys = head.dequantise_keys(codes, tokens)
+            index = (tokens // page_size).expand(len(channels), -1)
             highest.scatter_reduce_(1, index, keys, "amax")
             lowest.scatter_reduce_(1, index, keys, "amin")
         low = lowest.amin(1)
@@ -176,12 +175,9 @@ def _attend_to(
     float32 `[G, D]`."""
     num_kept = head.counts.num_tokens
     kept, new = chosen[chosen < num_kept], chosen[chosen >= num_kept] - num_kept
-    coded = sum(head.counts.channels[:3])
-    permuted = queries[:, head.channels.long()]
-    bias = permuted[:, :coded] @ head.key_minima.float()
-    permuted[:, :coded] *= head.key_scales.float()
     codes = gather_key_codes(head.key_words, head.counts.channels, num_kept, kept)
-    logits = torch.cat([permuted @ codes + bias[:, None], queries @ new_keys[new].float().T], dim=1)
+    kept_logits = queries[:, head.channels.long()] @ head.dequantise_keys(codes, kept)
+    logits = torch.cat([kept_logits, queries @ new_keys[new].float().T], dim=1)
     probabilities = logits.softmax(dim=-1)
     attended = probabilities[:, len(kept) :] @ new_values[new].float()
     return _add_values(head, kept, probabilities[:, : len(kept)], attended)

@@ -26,8 +26,8 @@ def trizone_decode_segments(
 ) -> Tensor:
     """Softmax attention of one new token over packed runs of tokens and the new tokens, itself included.
 
-    With `k = s code + min` per channel, `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c`: codes are never
-    scaled, and the second sum is one bias per query head. V likewise:
+    With `k = s code + min` per channel and group of tokens, `q . k = sum_c (s_c q_c) code_c + sum_c min_c
+    q_c`: codes are never scaled, and the second sum is one bias per query head and group. V likewise:
     `sum_t (p_t s_t) code_t + sum_t p_t min_t`.
 
     Args: as in `kernels`; the queries' channels are in the model's order.

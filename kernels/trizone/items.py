@@ -16,21 +16,26 @@ from kvferry.kernels.trizone.scaled_queries import power_of_two
 
 @triton.jit
 def _key_logits(
-    scaled_ptr, words_ptr, pairs_ptr, start, lanes, field, n2, n4, n8, n16, g,
+    scaled_ptr, words_ptr, pairs_ptr, scale_ptr, minimum_ptr, start, lanes, field, n2, n4, n8, n16, g,
     BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """`q~ K` of a tile of the block whose words begin at `start`: `[BLOCK_G, 64]`.
+    """`(q~ s) code + q~ min` of a tile of the block whose words begin at `start`: `[BLOCK_G, 64]`.
 
     Column 16 f + r is the token at lane r, field `field` + f; the block has `lanes` lanes, 16 if FULL. One
     loop has the channels of all widths, because each loop begins with a wait for memory.
 
-    Args: words_ptr, pairs_ptr: the head's words as int16, and two at a time as int32.
+    Args: words_ptr, pairs_ptr: the head's words as int16, and two at a time as int32; scale_ptr, minimum_ptr:
+        of the tile's group.
     """
     coded = n2 + n4 + n8
     logits = tl.zeros([g.shape[0], 64], tl.float32)
+    lowest = tl.zeros([g.shape[0], BLOCK_C], tl.float32)
     for first in range(0, coded + n16, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         q = tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :])
+        scale = tl.load(scale_ptr + c, mask=c < coded, other=1.0).to(tl.float32)
+        minimum = tl.load(minimum_ptr + c, mask=c < coded, other=0.0).to(tl.float32)
+        lowest += q * minimum[None, :]
         # width 2^log_width, and the words of a lane that the channels before it have
         log_width = tl.where(c < n2, 1, tl.where(c < n2 + n4, 2, tl.where(c < coded, 3, 4)))
         before = tl.where(
@@ -59,8 +64,8 @@ def _key_logits(
             words = tl.load(words_ptr + at, mask=there[:, None] & (t % 16 < lanes)[None, :], other=0)
             words = (((words.to(tl.int32) >> (bit & 15)) & code_mask[:, None]) | one[:, None]).to(tl.int16)
         k = words.to(tl.float16, bitcast=True) - tl.where(c < coded, 1024.0, 0.0).to(tl.float16)[:, None]
-        logits = tl.dot(q, k, logits)
-    return logits
+        logits = tl.dot((q * scale[None, :]).to(tl.float16), k, logits)
+    return logits + tl.sum(lowest, 1)[:, None]
 
 
 @triton.jit
@@ -87,13 +92,13 @@ def _add_value_products(
 
 @triton.jit
 def packed_item(
-    scaled_ptr, statistics_ptr, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr,
+    scaled_ptr, undo_ptr, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr,
     slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The tokens with 2^(kind + 1) bits of V in tiles begin .. end of the entry at `row`.
 
-    A tile is half a token block: four of its eight fields.
+    A tile is half a token block: four of its eight fields, which are in one group of K's scales.
     """
     n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
     n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
@@ -105,15 +110,15 @@ def packed_item(
     key_words = words_ptr + tl.multiple_of(tl.load(row + 9), 8)
     key_pairs = pairs_ptr + tl.multiple_of(tl.load(row + 9) // 2, 4)
     value_words = words_ptr + tl.multiple_of(tl.load(row + 15 + kind), 8)
+    key_scale_ptr, key_minimum_ptr = halves_ptr + tl.load(row + 11), halves_ptr + tl.load(row + 12)
     scale_ptr = halves_ptr + tl.load(row + 13) + zone_start
     minimum_ptr = halves_ptr + tl.load(row + 14) + zone_start
-    exponent = tl.load(row + 20).to(tl.int32)
+    exponent = tl.load(row + 21).to(tl.int32)
     norm = power_of_two(exponent)
     full = num_tokens // 128
     last_lanes = (num_tokens - full * 128 + 7) // 8
     g, t = tl.arange(0, BLOCK_G), tl.arange(0, 64)
-    statistics = statistics_ptr + g * 2
-    undo, shift = tl.load(statistics)[:, None], tl.load(statistics + 1)[:, None]
+    undo = tl.load(undo_ptr + g)[:, None]
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     # sums of columns, which are added up at the end: sums across warps wait for one another
     totals = tl.zeros([BLOCK_G, 64], tl.float32)
@@ -122,19 +127,22 @@ def packed_item(
     for tile in range(begin, end):
         block, field = tile // 2, tile % 2 * 4
         start = block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
+        # a short last block of 64 tokens at most is one group
+        headers = tl.minimum(tile, tl.cdiv(num_tokens, 64) - 1) * (n2 + n4 + n8)
         if block < full:
             logits = _key_logits(
-                scaled_ptr, key_words, key_pairs, start, 16, field, n2, n4, n8, n16, g, BLOCK_D, BLOCK_C, True
-            )
+                scaled_ptr, key_words, key_pairs, key_scale_ptr + headers, key_minimum_ptr + headers, start,
+                16, field, n2, n4, n8, n16, g, BLOCK_D, BLOCK_C, True,
+            )  # fmt: skip
         else:
             logits = _key_logits(
-                scaled_ptr, key_words, key_pairs, start, last_lanes, field, n2, n4, n8, n16, g, BLOCK_D,
-                BLOCK_C, False,
+                scaled_ptr, key_words, key_pairs, key_scale_ptr + headers, key_minimum_ptr + headers, start,
+                last_lanes, field, n2, n4, n8, n16, g, BLOCK_D, BLOCK_C, False,
             )  # fmt: skip
         lanes = tl.where(block < full, 16, last_lanes)
         token = block * 128 + (field + t // 16) * lanes + t % 16
         ok = (t % 16 < lanes) & (token >= zone_start) & (token < zone_stop)
-        logits = tl.where(ok[None, :], logits * undo + shift, float("-inf"))
+        logits = tl.where(ok[None, :], logits * undo, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(logits, 1))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = tl.exp2(highest - base)

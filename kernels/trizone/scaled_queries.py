@@ -1,8 +1,8 @@
-"""TriZone's first launch: queries in the packed channels' order and scale.
+"""TriZone's first launch: queries in the packed channels' order.
 
-    _prologue_kernel  (entry): permutes the queries to the packed channels' order, folds the K scales in, and
-                      rounds to float16 at a power of two per query head; clears the output of as many heads,
-                      because no item writes that of an empty slot
+    _prologue_kernel  (entry): permutes the queries to the packed channels' order, and multiplies each query
+                      head by a power of two with which its products with K scales are float16 numbers; clears
+                      the output of as many heads, because no item writes that of an empty slot
 
 Imported only by the Triton modules of this folder, because it imports Triton.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-STATISTICS = 2
-"""float32 a query head: 2^-e, and the minima's term."""
+from kvferry.kernels.packed.layer import SCALE_EXPONENT
+
+_LARGEST = tl.constexpr(SCALE_EXPONENT)
 
 
 @triton.jit
@@ -31,8 +32,7 @@ def _exponent_to(size, TARGET: tl.constexpr):
 
 @triton.jit
 def _prologue_kernel(
-    query_ptr, half_words_ptr, floats_ptr, entries_ptr, scaled_ptr, statistics_ptr, out_ptr, scale_log2,
-    num_heads,
+    query_ptr, half_words_ptr, entries_ptr, scaled_ptr, undo_ptr, out_ptr, scale_log2, num_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
@@ -51,12 +51,9 @@ def _prologue_kernel(
     mask = (g[:, None] < G) & (c[None, :] < kept)
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
     q = q.to(tl.float32) * scale_log2
-    scale = tl.load(floats_ptr + tl.load(row + 11) + c, mask=c < coded, other=1.0).to(tl.float32)
-    minimum = tl.load(floats_ptr + tl.load(row + 12) + c, mask=c < coded, other=0.0).to(tl.float32)
-    scaled = q * scale[None, :]
-    exponent = _exponent_to(tl.max(tl.abs(scaled), 1), 9)
-    scaled *= power_of_two(exponent)[:, None]
-    tl.store(scaled_ptr + (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :], scaled.to(tl.float16))
-    statistics = statistics_ptr + (entry * BLOCK_G + g) * 2
-    tl.store(statistics, power_of_two(-exponent))
-    tl.store(statistics + 1, tl.sum(q * minimum[None, :], 1))
+    # no group's scales are larger; channels of 16 bits have none
+    largest = tl.where(c < coded, power_of_two(_LARGEST - tl.load(row + 20).to(tl.int32)), 1.0)
+    exponent = _exponent_to(tl.max(tl.abs(q) * largest[None, :], 1), 14)
+    at = (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :]
+    tl.store(scaled_ptr + at, q * power_of_two(exponent)[:, None])
+    tl.store(undo_ptr + entry * BLOCK_G + g, power_of_two(-exponent))

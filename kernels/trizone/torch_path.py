@@ -123,10 +123,9 @@ class DecodePlan:
         self, segment: PackedLayer, starts: Sequence[int]
     ) -> tuple[Callable[[Tensor], object], list[Operation]]:
         """Zone A's logits: an operation that brings queries into packed order, and those that follow it."""
-        (channels, scales, minima), device = _query_tables(segment), segment.buffer.device
+        channels, device = _channels(segment), segment.buffer.device
         num_kv_heads, _, most = channels.shape
         queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
-        bias = scratch("bias", (num_kv_heads, self._group_size, 1), device)
         tiles = Tiles(device)
         for h, head in enumerate(segment.heads):
             start, counts = self._room + starts[h], head.counts
@@ -135,14 +134,14 @@ class DecodePlan:
                 head.key_words,
                 counts.channels,
                 counts.num_tokens,
-                weights=queries[h, :, : counts.num_channels],
-                bias=bias[h],
+                scales=head.key_scales,
+                minima=head.key_minima,
+                queries=queries[h, :, : counts.num_channels],
                 products=self._logits[h, :, start : start + padded_tokens(counts.num_tokens)],
             )
         index = channels.expand(-1, self._group_size, -1)
         return partial(torch.gather, dim=2, index=index, out=queries), [
-            partial(torch.bmm, queries, minima * self._scaling, out=bias),
-            partial(queries.mul_, scales * self._scaling),
+            partial(queries.mul_, self._scaling),
             tiles.run,
         ]
 
@@ -165,20 +164,13 @@ class DecodePlan:
             plan_value_products(self._values, weights, rows, self._attended[h])
 
 
-def _query_tables(segment: PackedLayer) -> tuple[Tensor, Tensor, Tensor]:
-    """What brings queries into the codes' order, C channels of a head at most: channels int64 `[H_kv, 1, C]`,
-    scales float32 `[H_kv, 1, C]`, 1 for channels at 16 bits and 0 where a head has fewer, and minima float32
-    `[H_kv, C, 1]`, 0 for both."""
+def _channels(segment: PackedLayer) -> Tensor:
+    """Each head's channels in packed order, at most C of a head: int64 `[H_kv, 1, C]`, 0 behind them."""
     most = max(head.counts.num_channels for head in segment.heads)
-    scales, minima = torch.zeros(2, len(segment.heads), most, device=segment.buffer.device)
-    channels = torch.zeros_like(scales, dtype=torch.int64)
+    channels = torch.zeros(len(segment.heads), 1, most, dtype=torch.int64, device=segment.buffer.device)
     for h, head in enumerate(segment.heads):
-        coded, count = len(head.key_scales), head.counts.num_channels
-        channels[h, :count] = head.channels
-        scales[h, :coded] = head.key_scales
-        scales[h, coded:count] = 1
-        minima[h, :coded] = head.key_minima
-    return channels[:, None], scales[:, None], minima[:, :, None]
+        channels[h, 0, : head.counts.num_channels] = head.channels
+    return channels
 
 
 def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:

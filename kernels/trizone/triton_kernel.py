@@ -1,6 +1,6 @@
 """TriZone attention in Triton: a prologue, then zones A, B and C of a whole batch in one launch.
 
-_prologue_kernel  (entry): queries in the packed channels' order and scale; `scaled_queries.py`
+_prologue_kernel  (entry): queries in the packed channels' order; `scaled_queries.py`
 _trizone_kernel   (item of the work list): online softmax over the item's rows, packed or not, `items.py`;
                   the last item of a head combines them all
 """
@@ -27,7 +27,7 @@ from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G, combine_if_last
 from kvferry.kernels.trizone.items import packed_item, rows_item
-from kvferry.kernels.trizone.scaled_queries import STATISTICS, _prologue_kernel
+from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
 from kvferry.kernels.trizone.work_list import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
@@ -46,7 +46,7 @@ MAX_REGISTERS = 128
 @triton.jit
 def _trizone_kernel(
     query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, pairs_ptr, entries_ptr, items_ptr,
-    scaled_ptr, statistics_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
+    scaled_ptr, undo_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr,
     ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
@@ -57,11 +57,11 @@ def _trizone_kernel(
     begin, end, bh = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
     row = entries_ptr + source.to(tl.int64) * FIELDS
     scaled = scaled_ptr + source.to(tl.int64) * BLOCK_G * BLOCK_D
-    statistics = statistics_ptr + source.to(tl.int64) * BLOCK_G * 2
+    undo = undo_ptr + source.to(tl.int64) * BLOCK_G
     if kind <= 3:
         packed_item(
-            scaled, statistics, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr,
-            slot, G, BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
+            scaled, undo, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
+            G, BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
         )  # fmt: skip
     elif kind == 4:
         rows_item(
@@ -79,13 +79,13 @@ class TriZoneScratch(NamedTuple):
     """What the launches of a batch pass to one another.
 
     Attributes:
-        scaled, statistics: float16 `[entries, 16, D to a power of two]` and float32 `[entries, 16,
-            STATISTICS]`, of each entry's queries.
+        scaled, undo: each entry's queries times a power of two, float32 `[entries, 16, D to a power of two]`,
+            and what undoes it, float32 `[entries, 16]`.
         splits: a slot for each item.
     """
 
     scaled: Tensor
-    statistics: Tensor
+    undo: Tensor
     splits: SplitWorkspace
 
     @classmethod
@@ -93,8 +93,8 @@ class TriZoneScratch(NamedTuple):
         """Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
         block_d, device = max(triton.next_power_of_2(output.shape[-1]), 16), output.device
         return cls(
-            scaled=torch.empty(num_entries, MIN_BLOCK_G, block_d, dtype=torch.float16, device=device),
-            statistics=torch.empty(num_entries, MIN_BLOCK_G, STATISTICS, dtype=torch.float32, device=device),
+            scaled=torch.empty(num_entries, MIN_BLOCK_G, block_d, dtype=torch.float32, device=device),
+            undo=torch.empty(num_entries, MIN_BLOCK_G, dtype=torch.float32, device=device),
             splits=split_workspace(output, num_items),
         )
 
@@ -132,12 +132,12 @@ def trizone_decode_batch(
     shape = {"G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": block_d}
     shape["FIELDS"] = ENTRY_FIELDS
     _prologue_kernel[(entries.shape[0],)](
-        queries, words, halves, entries, scratch.scaled, scratch.statistics, output, scale_log2,
-        heads.shape[0], **shape, num_warps=4 if block_d <= 128 else 8, num_stages=1,
+        queries, words, entries, scratch.scaled, scratch.undo, output, scale_log2, heads.shape[0], **shape,
+        num_warps=4 if block_d <= 128 else 8, num_stages=1,
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
         queries, keys, values, heads, halves, words, pairs, entries, work.items, scratch.scaled,
-        scratch.statistics, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
+        scratch.undo, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
         **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.descriptors import MAX_SPLITS
-from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
+from kvferry.kernels.packed.key_words import BLOCK_TOKENS, GROUP_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import ENTRY_FIELDS as LAYER_FIELDS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-ENTRY_FIELDS = LAYER_FIELDS + 1
-"""Columns of an entry: those of `packed_entries`, the output head first, and the exponent that brings the
-largest value scale near 2^13."""
+ENTRY_FIELDS = LAYER_FIELDS + 2
+"""Columns of an entry: those of `packed_entries`, the output head first, and the two of
+`PackedLayer.scale_exponents`."""
 ITEM_FIELDS = 7
 """Columns of an item: kind, entry or head, begin, end, head, the head's first item and number of items."""
 _, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
@@ -31,7 +31,8 @@ KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
 KIND_IDLE = 5
 """An item's kind: padding of a fixed grid."""
-TILE_TOKENS = BLOCK_TOKENS // 2
+TILE_TOKENS = GROUP_TOKENS
+"""A tile's tokens are in one group of K's scales."""
 MIN_ITEM_BYTES = 8 << 10
 MAX_ITEM_BYTES = 128 << 10
 """Of a sequence that is divided among a number of programs, unless a head would have too many: a long one
@@ -81,7 +82,7 @@ def work_list(
     of_layers = torch.tensor([i for i, its in enumerate(sequences) for _ in its])
     heads, order = (of_layers[:, None] * num_heads + torch.arange(num_heads)).flatten().sort(stable=True)
     entries = packed_entries(layers, base).flatten(0, 1)[order]
-    exponents = torch.stack([layer.value_exponents for layer in layers]).flatten()[order]
+    exponents = torch.stack([layer.scale_exponents for layer in layers]).flatten(0, 1)[order]
     entries[:, 0] = heads
     channels, tokens = entries[:, 1:5], entries[:, 5:9]
     starts_head = torch.ones_like(heads)
@@ -116,7 +117,7 @@ def work_list(
         (per_head.cumsum(0) - per_head)[head], per_head[head],
     )  # fmt: skip
     return WorkList(
-        entries=torch.cat([entries, exponents[:, None]], 1),
+        entries=torch.cat([entries, exponents], 1),
         items=torch.stack(columns, 1).to(torch.int32),
     )
 

@@ -65,8 +65,8 @@ _RDKV: dict[str, ParamValue] = {
     "kernel_size": _KERNEL_SIZE,
     "channel_weights": "norms",
     "widths": "0,2,4,8,16",
-    # each segment has its own scale and minimum for every K channel: 8 bytes, 8 % of 256 tokens at a tenth of
-    # their bits; shorter completions are not packed
+    # each segment has scales and minima of its own, for every K channel and 64 retained tokens begun: 8 bytes
+    # of up to 128 of them, 8 % of 256 tokens at a tenth of their bits; shorter completions are not packed
     "rebudget_tokens": 256,
 }
 _DRAFT: dict[str, ParamValue] = {DRAFT_TOKENS: 8, DRAFT_KERNEL_SIZE: 5, "widths": "0,4,8,16"}

@@ -1,7 +1,7 @@
 """Rows packed at one width for K and one for V: any scorer's rows, with float16 scales.
 
-K is quantised per channel over all retained rows of a head, V per token. KIVI (Liu et al. 2024) has the same
-two directions, but a scale for every 32 rows of a channel.
+K is quantised per channel and 64 retained rows of a head (`kernels/packed/key_words.py`), V per token. KIVI
+(Liu et al. 2024) has the same two directions, but a scale for every 32 rows of a channel.
 """
 
 from __future__ import annotations

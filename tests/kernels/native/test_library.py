@@ -111,6 +111,7 @@ def test_folders_that_are_made_are_for_this_user_alone(home: Path) -> None:
             "trizone",
             marks=pytest.mark.full,
         ),
+        pytest.param("packed.c", "2 * block + row / 4", "2 * block", "trizone", marks=pytest.mark.full),
         pytest.param(
             "sparse.c",
             "chosen = its.chosen",

@@ -12,6 +12,8 @@ from kvtest.native_batches import (
     assert_refused_and_torch_goes_on,
     assert_steps_are_torch_s,
 )
+from kvtest.packed import GROUP_BOUNDARIES, poison_padding
+from kvtest.reference import dense as reference
 
 from kvferry.kernels.native import library as native
 from kvferry.kernels.packed.layer import view_packed_layer
@@ -31,7 +33,7 @@ class PackedSequences(Sequences):
         self, num_tokens: list[int], num_new: list[int], *, group_size: int, head_dim: int, seed: int = 0
     ) -> None:
         super().__init__(len(num_tokens), group_size=group_size, head_dim=head_dim, seed=seed)
-        packed = [self.packed_layer(number) for number in num_tokens]
+        packed = [poison_padding(self.packed_layer(number)) for number in num_tokens]
         num_rows = 2 * HEADS * CAPACITY * head_dim
         # each slot: new rows, packed bytes, and NaN behind them
         sizes = [num_rows + its.layout.size_bytes // 4 + 64 for its in packed]
@@ -53,7 +55,7 @@ class PackedSequences(Sequences):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
 def test_steps_are_torch_s_and_write_its_rows(head_dim: int, group_size: int) -> None:
-    sizes = ([0, 1, 7, 8, 127, 128, 129, 300], [0, 1, 2, 0, 5, 0, 9, 3])
+    sizes = ([0, 1, 7, 64, 65, 128, 129, 300], [0, 1, 2, 0, 5, 0, 9, 3])
     mine, plain = (PackedSequences(*sizes, group_size=group_size, head_dim=head_dim) for _ in range(2))
     active = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
     assert_steps_are_torch_s(mine, plain, active, num_steps=3, rtol=2e-5, atol=3e-6)
@@ -78,6 +80,24 @@ def test_any_lengths_and_widths(num_tokens: list[int], group_size: int, seed: in
     torch.testing.assert_close(output, expected, rtol=2e-5, atol=3e-6)
 
 
+@pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
+def test_each_group_has_scales_of_its_own(num_tokens: int) -> None:
+    its = PackedSequences([num_tokens], [1], group_size=3, head_dim=32)
+    packed = its.rows[0].packed
+    for head in packed.heads:
+        sizes = 4.0 ** -torch.arange(len(head.key_scales))
+        head.key_scales.mul_(sizes[:, None])
+        head.key_minima.mul_(sizes[:, None])
+    its.place()
+    step = its.step()
+    output, expected = its.attend(step), its.batch.attend_slots(0, step, errors={})
+    torch.testing.assert_close(output, expected, rtol=2e-5, atol=3e-6)
+    rows = its.rows[0]
+    keys, values = rows.keys[:, :2], rows.values[:, :2]
+    whole = reference.trizone_decode(step.queries[0], packed, keys, values, scaling=32**-0.5)
+    torch.testing.assert_close(output[0], whole, rtol=1e-4, atol=1e-5)
+
+
 def test_a_neighbour_with_nan_changes_no_bit_and_none_that_left_does() -> None:
     sizes = ([150, 150, 20], [3, 3, 3])
     mine, alone = (PackedSequences(*sizes, group_size=4, head_dim=64) for _ in range(2))
@@ -95,11 +115,16 @@ def test_a_neighbour_with_nan_changes_no_bit_and_none_that_left_does() -> None:
     assert not mine.attend(step)[1].any()
 
 
-@pytest.mark.parametrize("field", ["channels", "tokens", "offset"])
+@pytest.mark.parametrize("field", ["channels", "tokens", "offset", "key scales"])
 def test_regions_outside_of_the_arena_are_an_error_and_torch_goes_on(field: str) -> None:
-    its, plain = (PackedSequences([40, 40], [2, 2], group_size=2, head_dim=32) for _ in range(2))
+    its, plain = (PackedSequences([200, 40], [2, 2], group_size=2, head_dim=32) for _ in range(2))
     its.place()
-    column, value = {"channels": (1, 33), "tokens": (8, 1 << 40), "offset": (9, -8)}[field]
+    groups, coded = its.rows[0].packed.heads[1].key_scales.shape
+    assert groups > 1
+    # the arena ends before the last group's
+    scales = its.arena.nbytes // 2 - (groups - 1) * coded
+    columns = {"channels": (1, 33), "tokens": (8, 1 << 40), "offset": (9, -8), "key scales": (11, scales)}
+    column, value = columns[field]
     its.batch._entries[0, 1, column] = value
     assert_refused_and_torch_goes_on(its, plain)
 

@@ -2,16 +2,21 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from kvtest.packed import GROUP_BOUNDARIES, group_of
 
 from kvferry.kernels.packed.key_words import (
     BLOCK_TOKENS,
+    GROUP_TOKENS,
     LANES,
     WIDTHS,
-    block_groups,
+    block_runs,
+    group_runs,
+    groups_of,
     key_code_bytes,
     key_tiles,
+    num_groups,
     pack_key_words,
 )
 
@@ -74,7 +79,7 @@ def test_codes_come_back_tile_by_tile(counts, num_tokens, max_blocks, seed):
 
 @given(num_tokens=st.integers(0, 2000))
 def test_padding_is_less_than_eight_tokens(num_tokens):
-    covered = sum(blocks * 8 * lanes for blocks, lanes in block_groups(num_tokens))
+    covered = sum(blocks * 8 * lanes for blocks, lanes in block_runs(num_tokens))
     assert num_tokens <= covered < num_tokens + 8
     assert key_code_bytes((1, 0, 0, 0), num_tokens) * 8 == covered * 2
 
@@ -82,3 +87,32 @@ def test_padding_is_less_than_eight_tokens(num_tokens):
 def test_no_channels_and_no_tokens_take_no_bytes():
     assert pack_key_words(make_codes((0, 0, 0, 0), 9), 9).numel() == 0
     assert pack_key_words(make_codes((1, 1, 1, 1), 0), 0).numel() == 0
+
+
+@given(num_tokens=st.integers(0, 1000))
+@example(num_tokens=64)
+@example(num_tokens=65)
+@example(num_tokens=193)
+def test_groups_are_halves_of_blocks(num_tokens):
+    every = torch.arange(num_tokens)
+    groups = groups_of(every, num_tokens).tolist()
+    assert groups == [group_of(token, num_tokens) for token in range(num_tokens)]
+    assert sorted(set(groups)) == list(range(num_groups(num_tokens)))
+    assert num_groups(num_tokens) == -(-num_tokens // 64)
+    sizes = [groups.count(group) for group in range(num_groups(num_tokens))]
+    assert sizes == [size for count, size in group_runs(num_tokens) for _ in range(count)]
+    assert max(sizes, default=0) <= GROUP_TOKENS == 64
+    some = every[::7]
+    assert torch.equal(groups_of(some, num_tokens), groups_of(every, num_tokens)[some])
+
+
+def test_groups_of_some_lengths():
+    sizes = {
+        length: [size for count, size in group_runs(length) for _ in range(count)]
+        for length in GROUP_BOUNDARIES
+    }
+    assert sizes == {
+        1: [1], 8: [8], 9: [9], 63: [63], 64: [64], 65: [36, 29], 72: [36, 36], 127: [64, 63], 128: [64, 64],
+        129: [64, 64, 1], 191: [64, 64, 63], 192: [64, 64, 64], 193: [64, 64, 36, 29],
+        256: [64, 64, 64, 64], 300: [64, 64, 64, 64, 44],
+    }  # fmt: skip

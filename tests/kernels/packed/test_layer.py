@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.packed import unpack_layer
+from kvtest.packed import GROUP_BOUNDARIES, group_of, unpack_layer
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
@@ -43,15 +43,19 @@ def make_layer(num_kv_heads, num_tokens, head_dim, seed=0, dtype=torch.float32):
 
 
 def expected_head(keys, values, key_bits, value_bits):
-    """Channel by channel and token by token, in position order, zeros where nothing is kept."""
-    kept = value_bits > 0
+    """Channel by channel of each group, token by token, in position order; zeros where nothing is kept."""
+    kept = sorted(value_bits.nonzero()[:, 0].tolist(), key=lambda position: (value_bits[position], position))
+    groups = [[] for _ in range(-(-len(kept) // 64))]
+    for token, position in enumerate(kept):
+        groups[group_of(token, len(kept))].append(position)
     expected_keys, expected_values = torch.zeros(keys.shape), torch.zeros(values.shape)
     for c, bits in enumerate(key_bits.tolist()):
-        channel = keys[kept, c].float()
-        if bits == 16:
-            expected_keys[kept, c] = channel.half().float()
-        elif bits and kept.any():
-            expected_keys[kept, c] = dequantise_rows(*quantise_rows(channel[None], bits, half=True))[0]
+        for group in groups:
+            channel = keys[group, c].float()
+            if bits == 16:
+                expected_keys[group, c] = channel.half().float()
+            elif bits:
+                expected_keys[group, c] = dequantise_rows(*quantise_rows(channel[None], bits, half=True))[0]
     for t, bits in enumerate(value_bits.tolist()):
         token = values[t].float()
         if bits == 16:
@@ -62,7 +66,7 @@ def expected_head(keys, values, key_bits, value_bits):
 
 
 @given(
-    num_tokens=st.one_of(st.integers(1, 20), st.sampled_from([128, 150])),
+    num_tokens=st.one_of(st.integers(1, 20), st.sampled_from([70, 100, 128, 150, 250])),
     head_dim=st.integers(1, 11),
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -78,6 +82,28 @@ def test_what_is_unpacked_is_what_the_bits_keep(num_tokens, head_dim, seed, dtyp
         expected = expected_head(keys[h], values[h], key_bits[h], value_bits[h])
         torch.testing.assert_close(kept_keys, expected[0][positions], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(kept_values, expected[1][positions], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
+def test_each_group_has_a_scale_and_a_minimum_of_its_own(num_tokens):
+    groups = [group_of(token, num_tokens) for token in range(num_tokens)]
+    # what a group's keys range over is twice as far from zero, and twice as wide, as the group's before
+    low = torch.tensor([2.0**group for group in groups])
+    first = torch.tensor([groups.index(group) == token for token, group in enumerate(groups)])
+    keys = torch.where(first, low, 2 * low)[None, :, None].expand(1, -1, 3).clone()
+    keys[0, :, 2] = 7.0
+    bits = torch.full((1, num_tokens), 4)
+    packed = pack_layer(keys, keys, torch.tensor([[2, 8, 4]]), bits)
+    (head,) = packed.heads
+    sizes = [groups.count(group) for group in range(max(groups) + 1)]
+    assert head.key_minima.tolist() == [[2.0**g, 7.0, 2.0**g] for g in range(len(sizes))]
+    for group, size in enumerate(sizes):
+        # a group of one token has no range
+        ranges = [2.0**group / levels if size > 1 else 1.0 for levels in (3, 255)]
+        expected = torch.tensor([ranges[0], 1.0, ranges[1]])
+        torch.testing.assert_close(head.key_scales[group].float(), expected, rtol=2e-3, atol=0)
+    ((kept, _, _),) = unpack_layer(packed)
+    torch.testing.assert_close(kept, keys[0], rtol=2e-3, atol=0)
 
 
 def test_sixteen_bit_channels_and_rows_are_exact_in_half_precision():
@@ -183,6 +209,45 @@ def test_an_index_or_scales_that_no_packer_writes_are_refused(check, name, entry
     getattr(packed.heads[1], name)[-1] = entry
     with pytest.raises(ValueError, match=named):
         check(packed, 99)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 128, 193, 1200])
+@pytest.mark.parametrize(("name", "entry"), [("key_scales", 0.0), ("key_minima", float("nan"))])
+def test_scales_and_minima_of_every_group_are_checked(check, num_tokens, name, entry):
+    keys = torch.ones(1, num_tokens, 3)
+    packed = pack_layer(keys, keys, torch.tensor([[4, 16, 2]]), torch.full((1, num_tokens), 8))
+    of_groups = getattr(packed.heads[0], name)
+    assert of_groups.shape == (-(-num_tokens // 64), 2)
+    check(packed, num_tokens)
+    for group, channel in ((0, 1), (len(of_groups) // 2, 0), (-1, 1)):
+        before = of_groups[group, channel].clone()
+        of_groups[group, channel] = entry
+        with pytest.raises(ValueError, match="scales of head 0"):
+            check(packed, num_tokens)
+        of_groups[group, channel] = before
+    check(packed, num_tokens)
+
+
+@pytest.mark.parametrize(("of_keys", "of_values"), [(3.0, 0.1), (1e-3, 5e3)])
+def test_the_largest_scales_are_brought_to_the_same_power_of_two(of_keys, of_values):
+    generator = torch.Generator().manual_seed(2)
+    keys, values = torch.rand(2, 2, 300, 5, generator=generator)
+    keys[0, 200] *= 100  # one group's
+    bits = torch.full((2, 300), 4)
+    layers = [pack_layer(of_keys * keys, of_values * values, bits[:, :5], bits) for _ in range(2)]
+    for path, packed in zip(("torch", "triton"), layers, strict=True):
+        dispatch.configure(path, torch.device("cpu"))
+        try:
+            begin_packed_check(packed, 300)()
+        finally:
+            dispatch.configure("auto", torch.device("cpu"))
+        assert packed.scale_exponents.shape == (2, 2)
+        for head, exponents in zip(packed.heads, packed.scale_exponents, strict=True):
+            largest = torch.stack([head.key_scales.float().max(), head.value_scales.float().max()])
+            brought = largest * exponents.exp2()
+            assert ((brought >= 2.0**12) & (brought < 2.0**13)).all()
+    assert torch.equal(layers[0].scale_exponents, layers[1].scale_exponents)
+    assert layers[0].scale_exponents[0, 0] < layers[0].scale_exponents[1, 0]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 127, 128, 141])

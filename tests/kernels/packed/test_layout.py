@@ -3,11 +3,12 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.kernels.packed.layout import KINDS, HeadCounts, packed_layout
+from kvferry.kernels.packed.layout import KINDS, HeadCounts, packed_bound, packed_layout
 
 FOUR = st.tuples(*[st.integers(0, 9)] * 4)
 HEADS = st.lists(st.builds(HeadCounts, channels=FOUR, tokens=FOUR), min_size=0, max_size=4)
@@ -51,6 +52,28 @@ def test_sizes_of_a_worked_example():
         "channels": 8,
         "positions": 14,
     }
+
+
+@pytest.mark.parametrize(("num_tokens", "groups"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (193, 4)])
+def test_keys_have_scales_and_minima_by_group_and_coded_channel(num_tokens, groups):
+    head = HeadCounts(channels=(2, 1, 0, 1), tokens=(0, num_tokens, 0, 0))
+    (regions,) = packed_layout([head], 6, num_tokens=200).regions
+    for name in ("key_scales", "key_minima"):
+        assert (regions[name].shape, regions[name].dtype) == ((groups, 3), torch.float16)
+
+
+@pytest.mark.parametrize(("budget_tokens", "head_dim"), [(8, 16), (64, 64), (100, 128)])
+def test_the_bound_is_reached_but_for_padding_where_all_is_kept_at_2_bits(budget_tokens, head_dim):
+    tokens = 8 * budget_tokens
+    head = HeadCounts(channels=(head_dim, 0, 0, 0), tokens=(tokens, 0, 0, 0))
+    size_bytes = packed_layout([head], head_dim, num_tokens=10 * tokens).size_bytes
+    bound = packed_bound(
+        num_tokens=10 * tokens, budget_tokens=budget_tokens, num_kv_heads=1, head_dim=head_dim
+    )
+    assert bound.tokens == tokens
+    assert size_bytes <= bound.size_bytes
+    # padding, and a byte a row of V
+    assert size_bytes > bound.size_bytes - 14 * head_dim - tokens - 12 * ALIGNMENT_BYTES
 
 
 def test_impossible_counts_are_refused():

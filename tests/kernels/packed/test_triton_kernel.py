@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvtest.packed import GROUP_BOUNDARIES
 from torch import Tensor
 
 from kvferry.kernels import dispatch
@@ -51,6 +52,18 @@ def test_bytes_equal_those_of_the_torch_path(
     )
     assert len(bits) == 2
     ours, theirs = (pack_by(mode, keys, values, bits) for mode in ("triton", "torch"))
+    assert ours.layout == theirs.layout
+    assert torch.equal(ours.buffer, theirs.buffer)
+
+
+@pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
+def test_groups_of_any_length_have_the_bytes_of_the_torch_path(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    keys, values = torch.randn(2, 2, num_tokens, 16, generator=generator)
+    keys *= 2.0 ** (torch.arange(num_tokens) // 32)[:, None]
+    key_bits = torch.tensor([0, 2, 4, 8, 16], dtype=torch.uint8).repeat(2, 4)[:, :16]
+    value_bits = torch.full((2, num_tokens), 2, dtype=torch.uint8)
+    ours, theirs = (pack_by(mode, keys, values, (key_bits, value_bits)) for mode in ("triton", "torch"))
     assert ours.layout == theirs.layout
     assert torch.equal(ours.buffer, theirs.buffer)
 

@@ -46,7 +46,7 @@ def build(packed, new_keys, page_size, *, spare=2):
 
 
 @given(
-    num_tokens=st.integers(1, 150),
+    num_tokens=st.one_of(st.integers(1, 150), st.integers(150, 300)),
     head_dim=st.sampled_from([1, 3, 8, 20]),
     num_new=st.integers(1, 20),
     page_size=st.integers(1, 9),
@@ -85,16 +85,15 @@ def test_page_extremes_are_those_of_each_heads_own_dequantised_tokens(page_size)
             assert (codes[h, num:] == 77).all()
 
 
-def test_extremes_of_channels_of_at_most_8_bits_are_exact_and_new_keys_stay_within_the_range():
+def test_extremes_are_within_half_a_step_and_new_keys_stay_within_the_range():
     _, packed, new_keys, _ = make(2, 1, 211, 20, 4, seed=4)
     pages = build(packed, 100 * new_keys, 4)
     for h, (keys, _, _) in enumerate(unpack_layer(packed)):
         head = packed.heads[h]
-        coded = head.channels.long()[: sum(head.counts.channels[:3])]
         whole = head.counts.num_tokens // 4
         found = (pages.low[h] + pages.step[h] * pages.highest[h])[:whole]
         expected = reference.page_extremes(keys[None], page_size=4)[0][0, :whole]
-        torch.testing.assert_close(found[:, coded], expected[:, coded], atol=1e-5, rtol=1e-5)
+        assert ((found - expected).abs() <= 0.5001 * pages.step[h] + 1e-6).all()
         dropped = sorted({*range(20)} - {*head.channels.tolist()})
         assert dropped
         assert not pages.highest[h][:, dropped][: whole + 1].any()

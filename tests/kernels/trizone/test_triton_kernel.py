@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from kvtest.packed import trizone_decode, unpack_layer
+from kvtest.packed import GROUP_BOUNDARIES, poison_padding, trizone_decode, unpack_layer
 from kvtest.reference import dense as reference
 from torch import Tensor
 
@@ -82,6 +82,42 @@ def test_attention_equals_the_reference(
     )
     assert result.dtype == dtype
     assert relative_error(result, expected) < (8e-3 if dtype == torch.bfloat16 else TOLERANCE)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
+def test_groups_of_any_length_have_scales_of_their_own(num_tokens: int) -> None:
+    """Each group's keys are of another size, around another value; NaN is in all bytes that are nobody's."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    size = 2.0 ** (torch.arange(num_tokens) // 32 - 6)[:, None]
+    keys = (torch.randn(1, num_tokens, 48, generator=generator) - 1) * size
+    values = torch.randn(1, num_tokens, 48, generator=generator)
+    key_bits = torch.tensor([[0, 2, 4, 8, 16, 4]], dtype=torch.uint8).repeat(1, 8)
+    value_bits = torch.tensor([[2, 4, 8]], dtype=torch.uint8).repeat(1, num_tokens)[:, :num_tokens]
+    packed = poison_padding(pack_layer(keys, values, key_bits, value_bits))
+    queries, new = torch.randn(1, 3, 48, generator=generator), torch.zeros(1, 0, 48)
+    result = trizone_decode(queries, packed, new, new, scaling=0.1)
+    expected = reference.trizone_decode(queries, packed, new, new, scaling=0.1)
+    assert relative_error(result, expected) < TOLERANCE
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("exponent", "spread"), [(0, 0), (-12, 0), (11, 0), (0, 10), (-4, 8)], ids=lambda its: str(its)
+)
+def test_scales_of_any_size_lose_no_more_than_float16_does(exponent: int, spread: int) -> None:
+    """Keys times a power of two, and queries divided by it; and so for each channel, by another one."""
+    generator = torch.Generator().manual_seed(exponent + spread)
+    by_channel = 2.0 ** (exponent + torch.linspace(-spread, spread, 64))
+    keys, values = torch.randn(2, 1, 200, 64, generator=generator)
+    # one group's keys are all but equal
+    keys[:, 64:128] = keys[:, 64:65] + 1e-3 * keys[:, 64:128]
+    key_bits = torch.full((1, 64), 8, dtype=torch.uint8)
+    packed = pack_layer(keys * by_channel, values, key_bits, torch.full((1, 200), 4, dtype=torch.uint8))
+    queries, new = torch.randn(1, 2, 64, generator=generator) / by_channel, torch.zeros(1, 0, 64)
+    result = trizone_decode(queries, packed, new, new, scaling=0.2)
+    expected = reference.trizone_decode(queries, packed, new, new, scaling=0.2)
+    assert relative_error(result, expected) < TOLERANCE
 
 
 def test_a_batch_with_several_packed_layers_a_head_is_one_launch() -> None:

@@ -7,15 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtest.packed import trizone_decode, unpack_layer
+from kvtest.packed import GROUP_BOUNDARIES, poison_padding, trizone_decode, unpack_layer
 from kvtest.reference import dense as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.packed import tiles
-from kvferry.kernels.packed.key_words import block_groups
-from kvferry.kernels.packed.layer import view_packed_layer
-from kvferry.kernels.packed.layout import packed_layout
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.kernels.trizone import torch_path, trizone_decode_segments
 
@@ -66,6 +63,22 @@ def test_output_equals_the_reference_for_any_allocation(num_tokens, head_dim, nu
     expected = reference.trizone_decode(*arguments, scaling=0.3)
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_groups_of_any_length_have_scales_of_their_own(num_tokens, group_size):
+    generator = torch.Generator().manual_seed(num_tokens)
+    # each group's keys are of another size, around another value
+    size = 2.0 ** (torch.arange(num_tokens) // 32 - 3)[:, None]
+    keys = (torch.randn(2, num_tokens, 10, generator=generator) - 1) * size
+    values, queries = torch.randn(2, num_tokens, 10, generator=generator), torch.randn(2, group_size, 10)
+    key_bits = torch.tensor([[0, 2, 4, 8, 16, 2, 4, 8, 2, 4]] * 2)
+    packed = pack_layer(keys, values, key_bits, torch.full((2, num_tokens), 4))
+    step = (queries, packed, keys[:, :0], values[:, :0])
+    output = trizone_decode(*step, scaling=0.1)
+    expected = reference.trizone_decode(*step, scaling=0.1)
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sharpness", [20, 400])
@@ -131,29 +144,6 @@ def test_tiles_change_nothing(monkeypatch):
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", 128 * 12)
     cut = trizone_decode(*make(2, 3, 700, 12, 2), scaling=0.3)
     torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
-
-
-def poison_padding(packed):
-    """NaN patterns in every byte between regions and in K's padding tokens."""
-    used = torch.zeros(packed.layout.size_bytes, dtype=torch.bool)
-    poisoned = packed.buffer.clone()
-    for regions in packed.layout.regions:
-        for region in regions.values():
-            used[region.offset : region.offset + region.size_bytes] = True
-    poisoned[~used] = 0xFF
-    viewed = view_packed_layer(
-        packed_layout(packed.layout.heads, packed.layout.head_dim, num_tokens=packed.layout.num_tokens),
-        poisoned,
-    )
-    for head in viewed.heads:
-        counts = head.counts
-        num_blocks, lanes = block_groups(counts.num_tokens)[-1]
-        assert num_blocks * 8 * lanes > counts.num_tokens % 128
-        # The last channels are float16, at the end of the short block: one lane row a group of R tokens.
-        block = head.key_words[len(head.key_words) - counts.channels[3] * 16 * lanes :]
-        halves = block.view(torch.float16).view(counts.channels[3], 8 * lanes)
-        halves[:, counts.num_tokens % 128 :] = float("nan")
-    return viewed
 
 
 def test_padding_is_never_read():

@@ -190,10 +190,12 @@ def test_a_layout_is_held_to_the_layers_bytes() -> None:
     assert caught.value.reason == "layout"
 
 
-def test_another_layout_version_is_refused_by_name() -> None:
+@pytest.mark.parametrize("version", [1, 2, LAYOUT_VERSION + 1])
+def test_another_layout_version_is_refused_by_name(version: int) -> None:
     tensors = packed_tensors(make_packed())
-    tensors["layout"][0] = LAYOUT_VERSION + 1
-    with pytest.raises(InvalidTensors, match=f"version {LAYOUT_VERSION + 1}") as caught:
+    assert tensors["layout"][0] == LAYOUT_VERSION == 3
+    tensors["layout"][0] = version
+    with pytest.raises(InvalidTensors, match=f"version {version}; this side reads 3") as caught:
         arrive(tensors)
     assert caught.value.reason == "layout_version"
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, packed_tensors
-from kvtest.packed import unpack_layer
 from kvtest.reference.scores import rounded_row
+from kvtest.packed import group_of, unpack_layer
 from kvtest.reference.sparse import in_8_bits
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def made(
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize(("num_tokens", "budget"), [(97, 14), (203, 41)])
 @pytest.mark.parametrize(("k_bits", "v_bits"), [(4, 4), (4, 2), (8, 2)])
-def test_k_is_rounded_per_channel_over_the_best_rows_and_v_per_token(
+def test_k_is_rounded_per_channel_of_each_64_of_the_best_rows_and_v_per_token(
     method: str, num_tokens: int, budget: int, k_bits: int, v_bits: int, group_size: int
 ) -> None:
     fmt, tensors, inputs, scores = made(
@@ -63,9 +63,14 @@ def test_k_is_rounded_per_channel_over_the_best_rows_and_v_per_token(
         best = sorted(range(num_tokens), key=lambda t: (-float(scores[head, t]), t))[: fmt.rows]
         assert positions.tolist() == sorted(best)
         kept_keys, kept_values = inputs.keys[head, sorted(best)], inputs.values[head, sorted(best)]
-        channels = [rounded_row(channel.tolist(), k_bits) for channel in kept_keys.T]
+        groups = torch.tensor([group_of(row, fmt.rows) for row in range(fmt.rows)])
+        assert len(groups.unique()) == -(-fmt.rows // 64)
+        expected = torch.empty_like(kept_keys)
+        for group in groups.unique().tolist():
+            channels = kept_keys[groups == group].T.tolist()
+            expected[groups == group] = torch.tensor([rounded_row(its, k_bits) for its in channels]).T
         rows = [rounded_row(row.tolist(), v_bits) for row in kept_values]
-        torch.testing.assert_close(keys, torch.tensor(channels).T, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(keys, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(values, torch.tensor(rows), atol=1e-5, rtol=1e-5)
 
 

@@ -145,7 +145,8 @@ def counted_bits(allocation):
     for value_bits, key_bits in zip(allocation.values.tolist(), allocation.keys.tolist(), strict=True):
         kept = sum(b > 0 for b in value_bits)
         codes += head_dim * sum(value_bits) + kept * sum(key_bits)
-        scales += 32 * sum(b in (2, 4, 8) for b in value_bits + key_bits)
+        coded_channels = sum(b in (2, 4, 8) for b in key_bits)
+        scales += 32 * (sum(b in (2, 4, 8) for b in value_bits) + -(-kept // 64) * coded_channels)
         index += 16 * kept + 16 * sum(b > 0 for b in key_bits)
     return codes, scales, index
 
