@@ -52,8 +52,8 @@ def find_question(
     of tools that it ends with. White space around them is none of it.
 
     The template is rendered again with a mark before and after the question, and what it then has from the
-    first mark on is tokenized and compared with the prompt's end. Of long messages only a part takes part in
-    that: the time does not depend on their lengths.
+    first mark on is tokenized and compared with the prompt's end. That is done with a part of long messages,
+    so that the time does not depend on their lengths.
 
     Args: messages, inputs: as of `ChatTokenizer.render`; token_ids: the prompt, up to the beginning of the
         next assistant message.
