@@ -1,6 +1,6 @@
 """K with fewer channels, V whole (ThinK, Xu et al. 2024).
 
-Each KV head retains the K channels to which the prompt's last queries give the most weight.
+Each KV head retains the K channels to which the question's last queries give the most weight.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvferry.shared.compression.rdkv.compress import channel_weights
 class Think(StoredFormat):
     """Selects channels by `|Q_c| |K_c|` (ThinK, Eq. 5, without its square).
 
-    Q_c covers the last `window` queries and the group; K_c covers all tokens of the prompt, also those that
-    are not selected.
+    Q_c covers the queries of `LayerInputs.observing` and the group; K_c covers all tokens of the prompt, also
+    those that are not selected.
 
     Attributes:
         channel_retention: fraction of K's channels that are retained; their number is rounded up.
-        window: how many of the prompt's last queries choose the channels.
+        window: the most queries that choose the channels.
     """
 
     name: ClassVar[str] = "think"
@@ -70,8 +70,7 @@ class Think(StoredFormat):
         }
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
-        window = min(self.window, inputs.queries.shape[2])
-        weights = channel_weights(inputs.queries[:, :, -window:], inputs.keys)
+        weights = channel_weights(inputs.observing(self.window).queries, inputs.keys)
         channels = select_rows(weights, num_channels(self.channel_retention, inputs.keys.shape[2]))
         index, keys, values = self.selected(inputs, scores)
         return {

@@ -27,6 +27,7 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
@@ -88,6 +89,7 @@ class CapturedPrompt:
                 queries=inputs.queries[:, :, :-dropped],
                 keys=inputs.keys[:, :num_tokens],
                 values=inputs.values[:, :num_tokens],
+                question=inputs.question and inputs.question.before(dropped),
             )
             for inputs in self.layers
         )
@@ -112,10 +114,17 @@ class CapturedPrompt:
 class _Capture:
     """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
 
-    def __init__(self, model: LanguageModel, earlier: CapturedPrompt | None, num_reused: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        earlier: CapturedPrompt | None,
+        num_reused: int,
+        question: Question | None,
+    ) -> None:
         self._model = model
         self._earlier = earlier
         self._num_reused = num_reused
+        self._question = question
         self.layers: list[LayerInputs] = []
 
     def history(self, layer: int) -> LayerKV | None:
@@ -125,7 +134,9 @@ class _Capture:
         return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        self.layers.append(LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling))
+        pre_rope_keys = self._model.pre_rope_keys
+        inputs = LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling, self._question)
+        self.layers.append(inputs)
 
 
 class Continuation:
@@ -254,6 +265,7 @@ class OneProcessGenerator:
         plan: CompressionPlan,
         sampling: SamplingParams,
         session: OracleSession | None = None,
+        question: Question | None = None,
         cut_off_after: int = 0,
         matcher: TokenMatcher | None = None,
         has_siblings: bool = False,
@@ -264,6 +276,7 @@ class OneProcessGenerator:
             prompt_token_ids: at least one token, history included.
             session: full KV of earlier turns; its longest common prefix with the prompt is not run again. It
                 is updated to the end of this turn.
+            question: where the prompt has it, as a router finds it for chats.
             cut_off_after: if not 0, the number of tokens after which the client disconnects. This differs
                 from a smaller `max_tokens`, with which a plan may select other rows.
             matcher: at the beginning of the sampling's grammar, where it has one.
@@ -284,7 +297,7 @@ class OneProcessGenerator:
         reused = session.reusable(prompt_token_ids, spec) if session else 0
         earlier = session.layers if session and reused else {}
         history = {layer: (k[:, :reused], v[:, :reused]) for layer, (k, v) in earlier.items()}
-        prefill = OraclePrefill(self._model, resolved, history)
+        prefill = OraclePrefill(self._model, resolved, history, question)
         states = PassStates(session.states.get(reused, {}) if session else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=prefill, states=states)
@@ -334,16 +347,21 @@ class OneProcessGenerator:
         return tokens
 
     def capture(
-        self, prompt_token_ids: list[int], *, earlier: CapturedPrompt | None = None
+        self,
+        prompt_token_ids: list[int],
+        *,
+        earlier: CapturedPrompt | None = None,
+        question: Question | None = None,
     ) -> CapturedPrompt:
         """Prefill without compression.
 
         Args: earlier: an earlier turn's capture; the longest common prefix with the prompt is not run again.
+            question: as of `generate`.
         """
         reused = _common_prefix(list(earlier.token_ids), prompt_token_ids) if earlier else 0
         if earlier is not None and earlier.states and reused < len(earlier.token_ids):
             reused = 0  # a state has no prefix
-        observer = _Capture(self._model, earlier, reused)
+        observer = _Capture(self._model, earlier, reused, question)
         states = PassStates(earlier.states if earlier is not None and reused else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=observer, states=states)
@@ -357,7 +375,9 @@ class OneProcessGenerator:
     def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:
         """The capture of a prompt's first tokens. A state has no prefix, so a model with states runs them."""
         if captured.states:
-            return self.capture(list(captured.token_ids[:num_tokens]))
+            whole = captured.layers[0].question if captured.layers else None
+            question = whole and whole.before(len(captured.token_ids) - num_tokens)
+            return self.capture(list(captured.token_ids[:num_tokens]), question=question)
         return captured.prefix(num_tokens)
 
     def compress(

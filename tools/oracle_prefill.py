@@ -22,6 +22,7 @@ from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.question import Question
 from kvferry.tools.oracle_decode import LayerKV
 
 States = dict[int, Tensors]
@@ -46,10 +47,17 @@ class PassStates:
 class OraclePrefill:
     """Compresses each layer when it is done, or all at the end if they are measured; stores the full KV."""
 
-    def __init__(self, model: LanguageModel, resolved: ResolvedPlan, history: dict[int, LayerKV]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        resolved: ResolvedPlan,
+        history: dict[int, LayerKV],
+        question: Question | None,
+    ) -> None:
         self._model = model
         self._resolved = resolved
         self._history = history
+        self._question = question
         self._formats = make_formats(model.spec, resolved)
         self._num_draft = num_draft_tokens(resolved)
         self._drafting: list[LayerInputs] = []
@@ -62,7 +70,7 @@ class OraclePrefill:
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
-        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
+        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling, self._question)
         if self._num_draft:
             self._drafting.append(replace(inputs, queries=queries.clone()))
         elif is_measured(self._resolved):

@@ -361,6 +361,7 @@ class PrefillEngine:
                 self._manifest(job, measured),
                 measured,
                 job.formats if is_final else make_formats(self._model.spec, measured),
+                job.request.question,
                 retained=job.retained,
                 with_positions=job.request.retained_bins > 0
                 or (job.retained_as is not None and job.has_plain_rows),

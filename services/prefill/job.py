@@ -108,7 +108,7 @@ class PrefillJob:
         self.resolved = request.ticket.plan
         self.formats = make_formats(spec, self.resolved)
         self.has_plain_rows = all([fmt.is_plain for fmt in self.formats])
-        self.num_observed = num_observed_queries(self.resolved, self.formats)
+        self.num_observed = num_observed_queries(self.resolved, self.formats, request.question)
         sampler, *self.sibling_samplers = [
             SequenceSampler(
                 sampling,

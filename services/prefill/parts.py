@@ -41,6 +41,7 @@ from kvferry.shared.errors import (
 )
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.parallel.model import ParallelModel
+from kvferry.shared.model.question import Question
 from kvferry.shared.telemetry.tracing import stage
 from kvferry.shared.wire.messages import EndRecord, Manifest, NamedTensor, TransferKey
 from kvferry.shared.wire.outgoing import OutgoingTransfer
@@ -266,6 +267,7 @@ class PrefillRanks:
         manifest: Manifest,
         plan: ResolvedPlan,
         formats: Sequence[LayerFormat],
+        question: Question | None,
         *,
         retained: RetainedChain | None,
         with_positions: bool,
@@ -281,7 +283,7 @@ class PrefillRanks:
             plan: with the rows that prefill has measured; formats: by it, of all heads.
             retained: rows that decode retains, of all heads.
             with_positions, keeps_failed, timeout_s: as of `PromptTransfer`.
-            with_rows: as of `Division`.
+            question, with_rows: as of `Division`.
             left_s: until it is over, at the latest.
 
         Raises: TransferFailed, ProtocolMismatch: as `PromptTransfer`; WorkerUnavailable: a rank is lost.
@@ -297,7 +299,7 @@ class PrefillRanks:
         transfer = RankedTransfer(
             self, ticket, manifest, make_formats(self._part_spec, plan),
             timeout_s=timeout_s, retained=chains[0], with_positions=with_positions, left_s=left_s,
-            division=Division(plan=plan, with_rows=with_rows, transfer=manifest.key),
+            division=Division(plan=plan, with_rows=with_rows, transfer=manifest.key, question=question),
         )  # fmt: skip
         self._transfers[manifest.key] = transfer
         args = [(ticket, manifest, plan, chain, with_positions, left_s) for chain in chains[1:]]

@@ -220,7 +220,8 @@ class PromptPass:
         """See `PrefillObserver.layer_done`. Raises Cancelled, TransferFailed."""
         with self._handing_over(layer):
             if layer >= self._shipped_layers:
-                inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling)
+                pre_rope_keys, question = self._model.pre_rope_keys, self._job.request.question
+                inputs = LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling, question)
                 if self._waits:
                     self._wait(inputs)
                 else:

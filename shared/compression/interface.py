@@ -17,15 +17,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvferry.kernels.column_sums import ColumnSums, column_sums
+from kvferry.kernels.column_sums import ColumnSums, column_sums, window_scores
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.shared.compression.plan import CompressionPlan, ParamValue
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import StateSpec, row_names
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ _BROUGHT = {
     "layer_allocation": "allocation",
 }
 """The parts of a plan that a `Method` may bring, and what it calls them."""
+_LEAST_WINDOW = 8
+"""Queries of a window whose question is shorter. One token alone says little of what is asked."""
 _Entry = TypeVar("_Entry")
 
 
@@ -183,6 +186,16 @@ class Ahead:
         )
 
 
+class Observing(NamedTuple):
+    """Queries by whose attention a prompt is scored.
+
+    Attributes: queries: `[H_kv, G, W, D]`, W >= 1; num_after: tokens of the prompt after them.
+    """
+
+    queries: Tensor
+    num_after: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """One layer of one prompt, as prefill computed it.
@@ -197,6 +210,7 @@ class LayerInputs:
             float32; None if there is no model.
         sums: accumulated attention; None until it has been computed, see `with_sums`.
         ahead: of the draft's tokens; None if there is no draft.
+        question: where the prompt has it; None if that is not known.
     """
 
     layer: int
@@ -207,6 +221,7 @@ class LayerInputs:
     unrotate: Callable[[Tensor], Tensor] | None = None
     sums: ColumnSums | None = None
     ahead: Ahead | None = None
+    question: Question | None = None
 
     @classmethod
     def of(
@@ -217,10 +232,11 @@ class LayerInputs:
         keys: Tensor,
         values: Tensor,
         scaling: float,
+        question: Question | None = None,
     ) -> LayerInputs:
         """Return what a model tells the observer of its pass of a layer.
 
-        Args: pre_rope_keys: the model's; others: as of `PrefillObserver.layer_done`.
+        Args: pre_rope_keys: the model's; question: the prompt's; others: as of `PrefillObserver.layer_done`.
         """
         return cls(
             layer=layer,
@@ -229,7 +245,40 @@ class LayerInputs:
             values=values,
             scaling=scaling,
             unrotate=partial(pre_rope_keys, layer),
+            question=question,
         )
+
+    def observing(self, window: int) -> Observing:
+        """The queries that a method with this window observes: the question's last ones, without those of
+        the template's tokens after it.
+
+        They are at most `window`, and no more than the question has, but 8 if it is shorter; fewer if fewer
+        were run. If the question is not known, or nothing of it was run, they are the prompt's last ones.
+
+        Deviation: the papers' windows are of the prompt's last queries, whatever these ask. One that reaches
+        from a short question into what is before selects for that, too.
+        """
+        num_queries, num_after = self.queries.shape[2], 0
+        if self.question is not None and self.question.num_after < num_queries:
+            num_after = self.question.num_after
+            window = min(window, max(self.question.num_tokens, _LEAST_WINDOW))
+        end = num_queries - num_after
+        return Observing(self.queries[:, :, max(end - window, 0) : end], num_after)
+
+    def window_sums(self, window: int) -> Tensor:
+        """Column sums of causal attention: `s_t = sum_{g, i} softmax(q_{g,i} K^T * scaling)_t`, i over the
+        queries of `observing(window)`; for the tokens after these, which they do not see, i over the queries
+        of those tokens.
+
+        Returns: float32 `[H_kv, T]`.
+        """
+        queries, num_after = self.observing(window)
+        end = self.keys.shape[1] - num_after
+        sums = window_scores(queries, self.keys[:, :end], scaling=self.scaling)
+        if not num_after:
+            return sums
+        later = window_scores(self.queries[:, :, -num_after:], self.keys, scaling=self.scaling)
+        return torch.cat([sums, later[:, end:]], dim=1)
 
     def with_sums(self) -> LayerInputs:
         """These inputs with `sums`, which is computed from all queries if it is missing."""
@@ -256,7 +305,8 @@ class Scorer(Protocol):
 
     @property
     def observed_queries(self) -> int | None:
-        """How many of the prompt's last queries the scores depend on; None: all of them."""
+        """How many of the prompt's last queries the scores depend on, without those after the question (see
+        `LayerInputs.observing`); None: all of them."""
 
     @property
     def protected_rows(self) -> int:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvferry.kernels.chunk_scores import chunk_scores
-from kvferry.kernels.column_sums import window_scores
 from kvferry.shared.compression.d2o.eviction import Zones, half_zones, protected, zones
 from kvferry.shared.compression.interface import (
     LayerInputs,
@@ -52,20 +51,21 @@ _POOL = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAttentionScorer:
-    """Scores by the attention of the prompt's last queries: SnapKV, and RocketKV's first stage.
+    """Scores by the attention of the question's last queries: SnapKV, and RocketKV's first stage.
 
     `s = pool(sum_g sum_i softmax(q_{g,i} K^T * scaling))` over the columns before the protected ones.
 
-    The window is the last w = min(window, T_new) queries. The last p = min(recents, max(rows // 4, 1))
-    columns are left out of the pooling and score +inf, so they are always selected. Pooling comes after the
-    sums, with stride 1 and padding of kernel_size // 2: "avg" counts the padding's zeros, "max" ignores them.
-    The papers have "avg" 7 or 5 (SnapKV, Li et al. 2024) and "max" 63 (RocketKV section 3.3).
+    The window is `LayerInputs.observing`. The last p = min(recents, max(rows // 4, 1)) columns are left out
+    of the pooling and score +inf, so they are always selected. Pooling comes after the sums, with stride 1
+    and padding of kernel_size // 2: "avg" counts the padding's zeros, "max" ignores them. The papers have
+    "avg" 7 or 5 (SnapKV, Li et al. 2024) and "max" 63 (RocketKV section 3.3).
 
     Deviation: the papers protect every column of the window. At small budgets nothing else would be selected,
     so the window observes, and only a few recent rows are protected; its other columns compete by their
     scores.
 
     Attributes:
+        window: the most queries that observe.
         recents: the most last tokens that are protected.
         rows: rows to select per KV head; at most a quarter of them is protected, but the newest always is.
     """
@@ -94,12 +94,10 @@ class WindowAttentionScorer:
     def __call__(self, inputs: LayerInputs) -> Tensor:
         """Returns float32 `[H_kv, T]`, +inf on the protected columns."""
         num_tokens = inputs.keys.shape[1]
-        window = min(self.window, inputs.queries.shape[2])
         scores = inputs.keys.new_full((inputs.keys.shape[0], num_tokens), torch.inf, dtype=torch.float32)
         before = num_tokens - min(self.protected_rows, num_tokens)
         if before > 0:
-            sums = window_scores(inputs.queries[:, :, -window:], inputs.keys, scaling=inputs.scaling)
-            scores[:, :before] = self._pool(sums[:, :before])
+            scores[:, :before] = self._pool(inputs.window_sums(self.window)[:, :before])
         return scores
 
     def _pool(self, sums: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 
@@ -225,6 +226,7 @@ class PrefillPrompt(TurnPrompt):
         retained_as: of an implicit session, the session of the `GenerateRequest`, under which decode retains
             the rows; None where it retains none.
         siblings: of completions of the same prompt whose first tokens are sampled, too.
+        question: where the prompt has it; None if the router does not know.
     """
 
     document: SessionKey | None = None
@@ -235,6 +237,7 @@ class PrefillPrompt(TurnPrompt):
     prompt_logprobs: int | None = None
     retained_as: SessionKey | None = None
     siblings: tuple[SamplingParams, ...] = ()
+    question: Question | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

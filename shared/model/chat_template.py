@@ -304,6 +304,16 @@ def check_unicode(text: str, param: str) -> None:
         ) from None
 
 
+def unused(messages: Sequence[Message], character: str) -> str:
+    """A string of this Unicode noncharacter that none of the messages contains."""
+    texts = [message["content"] for message in messages]
+    texts += [json.dumps(message, ensure_ascii=False) for message in messages if len(message) > 2]
+    candidate = character * 2
+    while any(candidate in text for text in texts):
+        candidate += character
+    return candidate
+
+
 def _rewritten(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The conversation as other templates take it, changed step by step: calls' arguments as objects, one
     system message at the beginning and later ones as a user's, roles that alternate, and no system message.

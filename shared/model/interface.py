@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.softmax import Scaling
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ class Division:
         plan: by which each rank compresses the layers of its heads.
         with_rows: whether the observer is given K and V of the new tokens, too.
         transfer: with which each rank ships the layers of its heads.
+        question: as of `LayerInputs`.
     """
 
     plan: ResolvedPlan
     with_rows: bool
     transfer: TransferKey
+    question: Question | None = None
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ from kvferry.shared.model.chat_template import (
     TemplateInputs,
     check_unicode,
     normalize_role,
+    unused,
 )
 from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids, resolve_model_path
 from kvferry.shared.model.tokenizer_file import composes, has_decoder, longest_token
@@ -221,8 +222,8 @@ class ChatTokenizer:
             InvalidRequest: the template refuses it or cannot show it.
             ContextLengthExceeded: what the template makes of it is too long for `max_model_len`.
         """
-        text, marker = self._render_text(messages, inputs, continues)
-        return self._encode_rendered(text, marker, max_model_len)
+        text, marker = self.render_text(messages, inputs, continues)
+        return self.encode_rendered(text, marker, max_model_len)
 
     def render_after(
         self,
@@ -244,21 +245,21 @@ class ChatTokenizer:
 
         Raises: as `render`.
         """
-        sentinel = _unused(messages, "\ufdd2")
+        sentinel = unused(messages, "\ufdd2")
         replaced = [dict(message) for message in messages]
         # Generated text includes tool calls and thoughts; only what the template writes after it is wanted.
         replaced[index] = {"role": messages[index]["role"], "content": sentinel}
-        text, marker = self._render_text(replaced, inputs, continues)
+        text, marker = self.render_text(replaced, inputs, continues)
         if text.count(sentinel) != 1:
             return None
         rest = text.split(sentinel)[1]
         if last_token_id in self.eos_token_ids:
             stripped = rest.lstrip()
             if stripped.startswith(self._backend.id_to_token(last_token_id)):
-                ids = self._encode_rendered(stripped, marker, max_model_len)
+                ids = self.encode_rendered(stripped, marker, max_model_len)
                 if ids[0] == last_token_id:
                     return ids[1:]
-        return self._encode_rendered(rest, marker, max_model_len)
+        return self.encode_rendered(rest, marker, max_model_len)
 
     def is_silent(self, token_id: int, *, shows_special: bool = False) -> bool:
         """Whether the id adds no text: special tokens, and ids of a padded vocabulary.
@@ -275,12 +276,12 @@ class ChatTokenizer:
         token = self._backend.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def _render_text(
+    def render_text(
         self, messages: Sequence[Message], inputs: TemplateInputs, continues: bool
     ) -> tuple[str, str]:
         """The template's text, and the marker at which it must be split before tokenizing."""
         self.template.check(messages)
-        marker = _unused(
+        marker = unused(
             [*messages, *({"content": "", "tool": tool, "": ""} for tool in inputs.tools)], "\ufdd0"
         )
         prepared = [
@@ -308,7 +309,8 @@ class ChatTokenizer:
             }
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
-    def _encode_rendered(self, text: str, marker: str, max_model_len: int | None) -> list[int]:
+    def encode_rendered(self, text: str, marker: str, max_model_len: int | None = None) -> list[int]:
+        """Ids of text of `render_text`. Args: marker: at which it is split; max_model_len: as of `render`."""
         pieces = text.split(marker)
         self._check_length(pieces, max_model_len, "messages")
         return [i for piece in pieces for i in self._ids(piece, add_special_tokens=False)]
@@ -393,13 +395,3 @@ def _last_match(messages: Sequence[ChatMessage], recorded: RecordedConversation)
             if recorded.assistant_ends[rank] > 0:
                 found = (index, rank)
     return found
-
-
-def _unused(messages: Sequence[Message], character: str) -> str:
-    """A string of Unicode noncharacters that none of the messages contains."""
-    texts = [message["content"] for message in messages]
-    texts += [json.dumps(message, ensure_ascii=False) for message in messages if len(message) > 2]
-    candidate = character * 2
-    while any(candidate in text for text in texts):
-        candidate += character
-    return candidate

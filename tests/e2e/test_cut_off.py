@@ -12,6 +12,7 @@ import pytest
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -76,12 +77,20 @@ def test_the_turn_after_one_that_was_cut_off_continues_from_what_was_delivered(
     end = model.spec.eos_token_ids[0]
     num_drawn = num_known - len(prompt) + 1
     sampling = SamplingParams(max_tokens=LONGEST, temperature=0.0, logit_bias={end: -100.0})
-    drawn = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle, cut_off_after=num_drawn)
+    drawn = generator.generate(
+        prompt,
+        plan=plan,
+        sampling=sampling,
+        session=oracle,
+        question=find_question(tokenizer, messages, prompt),
+        cut_off_after=num_drawn,
+    )
     ids = [token.token_id for token in drawn]
     assert tokenizer.decode(ids).startswith(delivered)
     second = prompt + ids[:num_delivered] + [end] + tokenizer.render([question])[1:]
     assert answer["usage"]["prompt_tokens"] == len(second)
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
-    tokens = generator.generate(second, plan=plan, sampling=sampling, session=oracle)
+    asked = find_question(tokenizer, [question], second)
+    tokens = generator.generate(second, plan=plan, sampling=sampling, session=oracle, question=asked)
     expected = tokenizer.decode([token.token_id for token in tokens])
     assert answer["choices"][0]["message"]["content"] == expected

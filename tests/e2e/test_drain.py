@@ -29,6 +29,7 @@ from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import TicketIssued
 from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.text import TextAssembler
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
@@ -119,11 +120,13 @@ def say(demo_model_dir: Path) -> Say:
     tokenizer = ChatTokenizer.load(demo_model_dir)
 
     def answer(index: int, num_tokens: int) -> str:
-        ids = tokenizer.render(request(index)["messages"])
+        messages = request(index)["messages"]
+        ids = tokenizer.render(messages)
         plan = plan_for("rdkv", budget=Budget(tokens=64)) if index % 2 else plan_for("full")
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         assembler = TextAssembler(tokenizer)
-        tokens = generator.generate(ids, plan=plan, sampling=sampling)
+        question = find_question(tokenizer, messages, ids)
+        tokens = generator.generate(ids, plan=plan, sampling=sampling, question=question)
         return "".join(assembler.push(token.token_id).text for token in tokens) + assembler.flush()
 
     return answer

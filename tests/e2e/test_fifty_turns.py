@@ -18,6 +18,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.history.stored_format import CHUNK_HEADER_BYTES
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -95,7 +96,8 @@ def test_fifty_turns_equal_one_process_and_leave_nothing_behind(
             answer = chat(stack.base_url, chat_body(messages, session_id, **fields))
             rendered = tokenizer.render(messages)
             prompt = history + rendered[1:] if turn else rendered
-            tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
+            asked = find_question(tokenizer, messages, prompt)
+            tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle, question=asked)
             ids = [token.token_id for token in tokens]
             assert said(answer) == tokenizer.decode(ids), turn
             assert answer["usage"]["prompt_tokens"] == len(prompt)

@@ -19,6 +19,7 @@ from kvtest.waiting import until
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -83,11 +84,13 @@ def test_a_conversation_goes_on_from_disk_after_every_service_was_killed(
     )
     oracle = OracleSession()
     for messages, answer in (([first_question], first), (conversation, second)):
+        prompt = tokenizer.render(messages)
         tokens = generator.generate(
-            tokenizer.render(messages),
+            prompt,
             plan=plan_for("rocketkv", budget=Budget(tokens=BUDGET)),
             sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
             session=oracle,
+            question=find_question(tokenizer, messages, prompt),
         )
         assert said(answer) == tokenizer.decode([token.token_id for token in tokens])
 

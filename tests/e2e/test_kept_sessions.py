@@ -17,6 +17,7 @@ from kvtest.answers import assistant, chat, chat_body, said, user
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -80,7 +81,8 @@ def test_a_document_is_run_once_for_a_key_and_answers_as_an_earlier_turn_would(
         question = document.questions[index][0]
         before = tokens_run(stack)
         answer = ask(stack, [user(question)], f"s{index}", key, method, document_ids=["d"])
-        prompt = tokenizer.render([{"role": "system", "content": document.text}, user(question)])
+        messages = [{"role": "system", "content": document.text}, user(question)]
+        prompt = tokenizer.render(messages)
         assert answer["usage"]["prompt_tokens"] == len(prompt)
         assert answer["kv"]["reused_tokens"] == created["tokens"]
         assert tokens_run(stack) - before == len(prompt) - created["tokens"]
@@ -89,7 +91,8 @@ def test_a_document_is_run_once_for_a_key_and_answers_as_an_earlier_turn_would(
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         generator.generate(prompt[: created["tokens"]], plan=plan, sampling=sampling, session=oracle)
         sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-        tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
+        asked = find_question(tokenizer, messages, prompt)
+        tokens = generator.generate(prompt, plan=plan, sampling=sampling, session=oracle, question=asked)
         assert said(answer) == tokenizer.decode([t.token_id for t in tokens])
         stack.wait_kept(f"s{index}", key)
 

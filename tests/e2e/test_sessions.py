@@ -12,6 +12,7 @@ from kvtest.methods import PRESETS
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -82,6 +83,7 @@ def test_every_turn_equals_the_one_process_conversation(
             plan=plan_for(method, budget=budget),
             sampling=SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0),
             session=oracle,
+            question=find_question(tokenizer, [message], prompt),
         )
         ids = [token.token_id for token in tokens]
         assert said(answer) == tokenizer.decode(ids)

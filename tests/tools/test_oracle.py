@@ -11,6 +11,7 @@ from kvtest.methods import PRESETS
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import Question
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, OracleSession, step_together
 from kvferry.tools.recall.tasks import TASKS
@@ -46,6 +47,29 @@ def test_captured_prompt_gives_the_tokens_of_generate(
     budget = Budget(tokens=40) if PRESETS[method].takes_budget else None
     expected = generator.generate(prompt, plan=plan_for(method, budget=budget), sampling=SAMPLING)
     assert greedy(generator, generator.capture(prompt), method) == [t.token_id for t in expected]
+
+
+@pytest.mark.parametrize("method", ["snapkv", "rdkv", "rdkv-draft", "think"])
+def test_a_captured_prompt_with_a_question_gives_the_tokens_of_generate(
+    generator: OneProcessGenerator, prompt: list[int], method: str
+) -> None:
+    question = Question(num_tokens=9, num_after=2)
+    budget = Budget(tokens=12) if PRESETS[method].takes_budget else None
+    plan = plan_for(method, budget=budget)
+    expected = generator.generate(prompt, plan=plan, sampling=SAMPLING, question=question)
+    captured = generator.capture(prompt, question=question)
+    continuation = generator.compress(captured, plan=plan, max_new_tokens=N)
+    tokens = [expected[0].token_id]
+    while len(tokens) < N:
+        tokens.append(int(continuation.step(tokens[-1]).argmax()))
+    assert tokens == [token.token_id for token in expected]
+
+
+def test_a_prefix_has_what_is_left_of_the_question(generator: OneProcessGenerator, prompt: list[int]) -> None:
+    captured = generator.capture(prompt, question=Question(num_tokens=9, num_after=2))
+    for num_dropped, left in ((1, Question(num_tokens=9, num_after=1)), (11, None)):
+        prefix = captured.prefix(len(prompt) - num_dropped)
+        assert {inputs.question for inputs in prefix.layers} == {left}
 
 
 @pytest.mark.parametrize("method", PRESETS)

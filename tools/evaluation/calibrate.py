@@ -128,7 +128,8 @@ def _values(
 
     Args: plans: the full cache's first.
     """
-    captured = generator.capture(list(sample.prompt[:-1]))
+    question = sample.question and sample.question.before(1)
+    captured = generator.capture(list(sample.prompt[:-1]), question=question)
     longest = max(len(sample.answer), _ANSWER_TOKENS)
     pending = []
     for plan in plans:

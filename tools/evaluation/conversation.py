@@ -7,9 +7,10 @@ Earlier turns contain the right answers, as in SCBench, so that every method get
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.shared.errors import UnsupportedModel
+from kvferry.shared.model.question import Question, find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.answer_scores import Reference
 from kvferry.tools.evaluation.public_formats import DatasetExample
@@ -26,6 +27,7 @@ class Turn:
         answers: its text, then those of other right answers.
         reference: of a public format, what the answer is scored against.
         max_new_tokens: the longest answer, if the example has one.
+        question: as a router finds it in the prompt, whatever the answers before it.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -33,6 +35,7 @@ class Turn:
     answers: tuple[str, ...]
     reference: Reference | None = None
     max_new_tokens: int | None = None
+    question: Question | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +97,19 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
             )
         ids, end = _encode(tokenizer, answer), tokenizer.eos_token_ids[:1]
         is_last, reference = i + 1 == len(answers), references[i]
+        question = find_question(tokenizer, messages, prompt)
+        if is_last:
+            prompt = (*prompt, *prefix)
+            question = question and replace(question, num_after=question.num_after + len(prefix))
         right = reference.right if reference is not None else (answer, *(example.others if is_last else ()))
         turns.append(
             Turn(
-                prompt_token_ids=(*prompt, *prefix) if is_last else prompt,
+                prompt_token_ids=prompt,
                 answer_token_ids=(*ids, *end),
                 answers=right,
                 reference=reference,
                 max_new_tokens=longest,
+                question=question,
             )
         )
     alone = tokenizer.render([{"role": "user", "content": example.document}])

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.shared.errors import ConfigurationError
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.tokenizer import ChatTokenizer
-from kvferry.tools.evaluation.conversation import tokenize
+from kvferry.tools.evaluation.conversation import Turn, tokenize
 from kvferry.tools.evaluation.data import read_data
 from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS
 
@@ -23,10 +24,14 @@ _CONTINUATION_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt and its continuation as token ids; neither is empty."""
+    """A prompt and its continuation as token ids; neither is empty.
+
+    Attributes: question: as of `Turn`.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    question: Question | None = None
 
 
 def draw_samples(
@@ -66,7 +71,7 @@ def _generated(tokenizer: ChatTokenizer, number: int, num_tokens: int) -> list[S
     for i in range(number):
         task = TASKS[CALIBRATION_TASKS[i % len(CALIBRATION_TASKS)]]
         turn = tokenize(task.example(num_tokens=num_tokens, seed=_FIRST_SEED + i), tokenizer).turns[-1]
-        samples.append(Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids))
+        samples.append(_sample(turn))
     return samples
 
 
@@ -75,7 +80,11 @@ def _asked(tokenizer: ChatTokenizer, path: Path, number: int) -> list[Sample]:
     if len(examples) < number:
         raise ConfigurationError(f"--data {path} has {len(examples)} examples; --samples is {number}")
     turns = [tokenize(example, tokenizer).turns[-1] for example in examples[:number]]
-    return [Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids) for turn in turns]
+    return [_sample(turn) for turn in turns]
+
+
+def _sample(turn: Turn) -> Sample:
+    return Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids, question=turn.question)
 
 
 def _excerpts(tokenizer: ChatTokenizer, path: Path, number: int, num_tokens: int) -> list[Sample]:

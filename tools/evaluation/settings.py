@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvferry.shared.model.question import Question
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.conversation import Conversation
 from kvferry.tools.evaluation.experiment import Contender, Experiment, FirstToken, Setting
@@ -56,10 +57,11 @@ class Captures:
         self._document = document
         self._captured: dict[Prompt, CapturedPrompt] = {}
 
-    def get(self, prompt: Prompt, earlier: Prompt | None) -> CapturedPrompt:
+    def get(self, prompt: Prompt, earlier: Prompt | None, question: Question | None) -> CapturedPrompt:
+        """Args: earlier: the prompt of the turn before; question: where the prompt has it."""
         if prompt not in self._captured:
             before = self._captured[earlier] if earlier is not None else self._document
-            captured = self._generator.capture(list(prompt), earlier=before)
+            captured = self._generator.capture(list(prompt), earlier=before, question=question)
             if earlier is None and before is not None:
                 captured = captured.joined(before)
             self._captured[prompt] = captured
@@ -99,7 +101,8 @@ class FreshSelection:
         self._prompts = _next_prompts(self._conversation, index, before, answers, len(self._contenders))
         pending = []
         for i, (contender, prompt) in enumerate(zip(self._contenders, self._prompts, strict=True)):
-            captured = self._captures.get(prompt, before[i] if before else None)
+            question = self._conversation.turns[index].question
+            captured = self._captures.get(prompt, before[i] if before else None, question)
             pending.append(self._pending(captured, contender))
         return pending
 
@@ -196,7 +199,8 @@ def make_setting(
         num_later += (len(conversation.turns) - 1) * longest
     max_new_tokens = longest + num_later
     if setting == "agnostic":
-        document = captures.first_tokens(captures.get(first, None), num_fed)
+        whole = captures.get(first, None, conversation.turns[0].question)
+        document = captures.first_tokens(whole, num_fed)
         continuations = [
             compressor.compress(document, contender, max_new_tokens=max_new_tokens)
             for contender in contenders

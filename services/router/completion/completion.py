@@ -192,6 +192,7 @@ class Completion:
             priority=request.hinted_priority if request.priority is None else request.priority,
             retained_bins=request.kv_kept_bins or 0,
             prompt_logprobs=request.num_prompt_alternatives,
+            question=prompt.question,
         )
         self._begin_choices(turn, prompt)
         commit = partial(self._record, lease, record, prompt) if lease is not None else None

@@ -23,6 +23,7 @@ from kvferry.services.router.sessions.record import SessionRecord
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.history.records import common_prefix
 from kvferry.shared.model.chat_template import ChatMessage, TemplateInputs
+from kvferry.shared.model.question import Question, find_question
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer, RecordedConversation, render_conversation
 from kvferry.shared.sampling.grammar import GrammarCompiler
@@ -67,11 +68,13 @@ class Prompt:
         begun: the record of a session that ends with the prompt.
         keeps_thoughts: whether the chat template decides which thoughts of earlier answers the model sees.
         continues: an answer of the client's, with which a chat's prompt ends and the answer begins.
+        question: where a chat's prompt has it; None if that is not known.
     """
 
     begun: SessionRecord
     keeps_thoughts: bool = False
     continues: ChatMessage | None = None
+    question: Question | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -326,8 +329,12 @@ class PromptBuilder:
             preamble=preamble.text,
             template_inputs=recorded_inputs,
         )
+        question = None
+        if continues is None:
+            asked = [message.for_template() for message in shown]
+            question = find_question(self.tokenizer, asked, rendered.token_ids, inputs)
         keeps_thoughts = "reasoning_content" in self.tokenizer.template.fields
-        return Prompt(begun=begun, keeps_thoughts=keeps_thoughts, continues=continues)
+        return Prompt(begun=begun, keeps_thoughts=keeps_thoughts, continues=continues, question=question)
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
         """Raises: InvalidRequest where the chat template has none of what the request wants shown."""

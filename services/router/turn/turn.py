@@ -307,6 +307,7 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
         num_left = request.sampling.max_tokens - len(delivered)
         sampling = replace(request.sampling, max_tokens=num_left, first_index=len(delivered))
         prompt = request.prompt_token_ids + delivered
+        request = replace(request, question=None)  # the prompt ends otherwise
     else:
         sampling = replace(request.sampling, delivered=delivered)
         prompt = request.prompt_token_ids

@@ -30,6 +30,7 @@ from kvferry.shared.compression.plan import (
 )
 from kvferry.shared.compression.scorers import make_scorer
 from kvferry.shared.errors import InvalidRequest, KvferryError
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import TORCH_DTYPES, LayerSpec, ModelSpec
 
 FORMATS: Mapping[str, type[LayerFormat]] = {
@@ -126,17 +127,20 @@ def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
     return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
-def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...]) -> int | None:
+def num_observed_queries(
+    resolved: ResolvedPlan, formats: tuple[LayerFormat, ...], question: Question | None = None
+) -> int | None:
     """How many of the prompt's last queries the compressed prompt depends on.
 
     Prefill needs the number before it continues a prompt from another session's KV: the queries of cached
     tokens are not computed again, so the queries that the method reads must belong to tokens that are run.
 
+    Args: question: the prompt's; None if it is not known.
     Returns: at least 1, because the last token is always run; None if it depends on all queries.
     """
     if is_measured(resolved):
         return None
-    needs = [1]
+    needs, num_after = [1], question.num_after if question is not None else 0
     for fmt in {id(its): its for its in formats}.values():
         observed = [fmt.observed_queries]
         scorer = resolved.plan.scorer
@@ -145,7 +149,7 @@ def num_observed_queries(resolved: ResolvedPlan, formats: tuple[LayerFormat, ...
         for count in observed:
             if count is None:
                 return None
-            needs.append(count)
+            needs.append(count + num_after if count else 0)
     return max(needs)
 
 

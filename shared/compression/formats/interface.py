@@ -234,7 +234,8 @@ class LayerFormat(FormatRules, ABC):
 
     @property
     def observed_queries(self) -> int | None:
-        """How many of the prompt's last queries the format itself reads; None: all of them."""
+        """How many of the prompt's last queries the format itself reads, without those after the question
+        (see `LayerInputs.observing`); None: all of them."""
         return 0
 
     @property

@@ -1,7 +1,7 @@
 """RDKV's compression of one layer: weights, allocation, packing (Algorithm 1).
 
 Called by prefill between two layers of a prompt: full K and V in, packed bytes out. Weights say how much a V
-token or a K channel matters to attention (section 3.1); they come from the prompt's last queries.
+token or a K channel matters to attention (section 3.1); they come from the question's last queries.
 
 Legend: H_kv KV heads, G query heads per KV head, W queries of the window, T prompt tokens, D head_dim.
 """
@@ -68,7 +68,7 @@ class RdkvSettings:
     Attributes:
         budget_tokens: B_tok per KV head: the bits of K and V of this many tokens in full precision.
         table: the distortion of each width.
-        window: how many of the prompt's last queries the weights use.
+        window: the most queries that the weights use.
         kernel_size: kernel of the average pooling of token weights.
         draft_kernel_size: the same of the weights that a draft's queries give (`draft_weights`).
         channel_weights: the formula of the channel weights, see `channel_weights`.
@@ -90,7 +90,7 @@ class RdkvSettings:
 def allocate_layer(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> LayerAllocation:
-    """The bits of one layer's tokens and channels. The window is the last min(window, T_new) queries.
+    """The bits of one layer's tokens and channels. The window is `LayerInputs.observing`.
 
     Deviation: the paper has no draft. Its tokens get no bits: only their attention to the prompt counts, and
     the queries that weigh the channels are theirs and the prompt's last.
@@ -98,16 +98,13 @@ def allocate_layer(
     Args: scores: float32 `[H_kv, T]`, standardised, that weigh the tokens in place of the window's attention
         or with it; None: it alone does.
     """
-    queries = inputs.queries[:, :, -min(settings.window, inputs.queries.shape[2]) :]
-    observed = queries
+    observed = queries = inputs.observing(settings.window).queries
     if inputs.ahead is not None:
-        observed = torch.cat([queries[:, :, -1:], inputs.ahead.queries], 2)
+        observed = torch.cat([inputs.queries[:, :, -1:], inputs.ahead.queries], 2)
     if scores is not None and not settings.with_attention:
         weights = score_weights(scores)
     else:
-        weights = token_weights(
-            queries, inputs.keys, scaling=inputs.scaling, kernel_size=settings.kernel_size
-        )
+        weights = pooled(inputs.window_sums(settings.window), settings.kernel_size)
         if inputs.ahead is not None:
             drafted = token_weights(
                 observed,
@@ -192,10 +189,7 @@ def _widths(text: str) -> tuple[int, ...]:
 def token_weights(
     queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5, num_ahead: int = 0
 ) -> Tensor:
-    """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, average-pooled with stride 1.
-
-    Pooling pads by reflection; if T <= kernel_size // 2 there is no reflection, and the weights are not
-    pooled. No token is protected.
+    """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, `pooled`. No token is protected.
 
     Args:
         queries: post-RoPE `[H_kv, G, W, D]`, the prompt's last W <= T queries.
@@ -206,8 +200,16 @@ def token_weights(
 
     Returns: float32 `[H_kv, T - num_ahead]`.
     """
-    assert kernel_size % 2 == 1, kernel_size
     sums = window_scores(queries, keys, scaling=scaling)[:, : keys.shape[1] - num_ahead]
+    return pooled(sums, kernel_size)
+
+
+def pooled(sums: Tensor, kernel_size: int) -> Tensor:
+    """Average-pool column sums `[H_kv, T]` with stride 1.
+
+    Pooling pads by reflection; if T <= kernel_size // 2 there is no reflection, and they are as they were.
+    """
+    assert kernel_size % 2 == 1, kernel_size
     padding = kernel_size // 2
     if sums.shape[1] <= padding:
         return sums

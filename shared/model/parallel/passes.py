@@ -128,7 +128,8 @@ class RankPrefillPass(PrefillPass):
         pass, which the others run, too."""
         observer = self._observer
         assert observer is None or isinstance(observer, DividingObserver)
-        inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, keys, values, scaling)
+        pre_rope_keys, question = self._model.pre_rope_keys, division.question
+        inputs = LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling, question)
         part: Encoded | Exception
         with nullcontext() if observer is None else observer.compressing(layer):
             try:

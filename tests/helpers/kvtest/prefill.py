@@ -295,7 +295,9 @@ class Harness:
         """Return what one process makes of a request's prompt. Args: earlier: the prompt of its history."""
         generator = OneProcessGenerator(self.model.model)
         before = None if earlier is None else generator.capture(list(earlier))
-        captured = generator.capture(list(request.prompt_token_ids), earlier=before)
+        captured = generator.capture(
+            list(request.prompt_token_ids), earlier=before, question=request.question
+        )
         plan, max_new_tokens = plan_of(request).plan, request.sampling.max_tokens
         return captured, generator.compress(captured, plan=plan, max_new_tokens=max_new_tokens)
 

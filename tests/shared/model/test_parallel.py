@@ -40,6 +40,7 @@ from kvferry.shared.model.parallel import passes
 from kvferry.shared.model.parallel.lead import LeadingRank
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.model.parallel.ranks import backend_for
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import PARALLEL_TYPES, check_parallel
 from kvferry.shared.wire.messages import TransferKey
@@ -198,10 +199,20 @@ def test_an_error_of_the_observer_ends_its_pass_only(
 class Dividing(Layers):
     """Stores what each rank has compressed by a plan."""
 
-    def __init__(self, plan: ResolvedPlan, *, with_rows: bool, before: Layers | None = None) -> None:
+    def __init__(
+        self,
+        plan: ResolvedPlan,
+        *,
+        with_rows: bool,
+        before: Layers | None = None,
+        question: Question | None = None,
+    ) -> None:
         super().__init__(before)
         self.division = Division(
-            plan=plan, with_rows=with_rows, transfer=TransferKey(transfer_id=1, generation=1)
+            plan=plan,
+            with_rows=with_rows,
+            transfer=TransferKey(transfer_id=1, generation=1),
+            question=question,
         )
         self.compressed: dict[int, Tensors] = {}
         """Of this rank's heads."""
@@ -236,14 +247,27 @@ def plan_for_prompt(spec: ModelSpec, num_tokens: int, method: str = "compactor-r
     )
 
 
-@pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union", "snapkv"])
+@pytest.mark.parametrize(
+    ("method", "question"),
+    [
+        ("compactor-rdkv", None),
+        ("rdkv-union", None),
+        ("snapkv", None),
+        ("snapkv", Question(num_tokens=3, num_after=4)),
+    ],
+)
 def test_each_rank_compresses_its_heads(
-    demo: ParallelModel, one: TransformersModel, noted: queue.Queue[Any], method: str
+    demo: ParallelModel,
+    one: TransformersModel,
+    noted: queue.Queue[Any],
+    method: str,
+    question: Question | None,
 ) -> None:
     plan = plan_for_prompt(one.spec, 79, method)
     before = Layers()
     one.prefill(ids(70, 1), start=0, observer=before)
-    expected, divided = Layers(before), Dividing(plan, with_rows=True, before=before)
+    expected = Layers(before)
+    divided = Dividing(plan, with_rows=True, before=before, question=question)
     of_one = one.prefill(ids(9, 2), start=70, observer=expected)
     logits = demo.prefill(ids(9, 2), start=70, observer=divided)
     torch.testing.assert_close(logits, of_one, **TOLERANCE)
@@ -256,6 +280,7 @@ def test_each_rank_compresses_its_heads(
             values=values,
             scaling=float(scaling),
             unrotate=lambda rows, layer=layer: one.pre_rope_keys(layer, rows),
+            question=question,
         )
         whole = compress_layer(plan, formats[layer], inputs)
         number, other = noted.get(timeout=10)

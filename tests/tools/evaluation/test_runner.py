@@ -12,12 +12,15 @@ from torch import Tensor
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
+from kvferry.tools.evaluation.answer_scores import Reference
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.evaluation.conversation import contains, same_text, tokenize
 from kvferry.tools.evaluation.experiment import Experiment, read_experiment
+from kvferry.tools.evaluation.public_formats import DatasetExample
 from kvferry.tools.evaluation.records import Record
 from kvferry.tools.evaluation.runner import UnitRunner
 from kvferry.tools.oracle import OneProcessGenerator
@@ -64,15 +67,40 @@ def test_every_turn_of_a_conversation_continues_the_one_before(tokenizer: ChatTo
     assert list(conversation.turns[-1].prompt_token_ids) == example.prompt_token_ids
 
 
+def test_the_question_of_every_turn_is_its_message(tokenizer: ChatTokenizer) -> None:
+    example = TASKS["third_turn"].example(num_tokens=256, seed=2)
+    asked = [message["content"] for message in example.messages if message["role"] == "user"]
+    for turn, content in zip(tokenize(example, tokenizer).turns, asked, strict=True):
+        assert turn.question is not None
+        end = len(turn.prompt_token_ids) - turn.question.num_after
+        assert tokenizer.decode(turn.prompt_token_ids[end - turn.question.num_tokens : end]) == content
+
+
+def test_the_beginning_of_an_answer_comes_after_the_question(tokenizer: ChatTokenizer) -> None:
+    example = DatasetExample(
+        messages=({"role": "user", "content": "what is the pin ?"},),
+        answer="4 2",
+        document="the pin",
+        references=(Reference(score="fact", texts=("4 2",)),),
+        answer_prefix="the pin is",
+    )
+    (turn,) = tokenize(example, tokenizer).turns
+    assert turn.question == Question(num_tokens=5, num_after=2 + 3)
+
+
 def test_served_answers_are_those_of_one_process_generation(
     model: TransformersModel, tokenizer: ChatTokenizer
 ) -> None:
     records = run(model, tokenizer, experiment(tasks="multi_key_8"))
-    prompt = TASKS["multi_key_8"].example(num_tokens=256, seed=0).prompt_token_ids
+    (turn,) = tokenize(TASKS["multi_key_8"].example(num_tokens=256, seed=0), tokenizer).turns
+    assert turn.question is not None
     for (_, method), record in records.items():
         plan = plan_for(method, budget=None if method == "full" else Budget(tokens=48))
         tokens = OneProcessGenerator(model).generate(
-            prompt, plan=plan, sampling=SamplingParams(max_tokens=N, temperature=0.0)
+            list(turn.prompt_token_ids),
+            plan=plan,
+            sampling=SamplingParams(max_tokens=N, temperature=0.0),
+            question=turn.question,
         )
         assert record.turns[0].text == tokenizer.decode([token.token_id for token in tokens])
 

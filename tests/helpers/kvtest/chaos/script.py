@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.model.interface import LanguageModel
+from kvferry.shared.model.question import Question, find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
@@ -37,12 +38,14 @@ class Script:
 
     Attributes:
         prompts: token ids of both turns' prompts; the second one contains the first answer.
+        found: where the prompts have their questions.
         num_stored: how many tokens have KV after the first turn.
     """
 
     method: str
     questions: tuple[str, str]
     prompts: tuple[Tokens, Tokens]
+    found: tuple[Question | None, Question | None]
     num_stored: int
     max_tokens: int
     _stored: dict[int, OracleSession]
@@ -65,7 +68,13 @@ class Script:
         if num_reused >= len(prompt):
             raise ValueError(f"turn 1 of {len(prompt)} tokens reuses {num_reused}")
         session = self._beginning(self._stored[0], prompt, num_reused)
-        self._generator.generate(list(prompt), plan=self._plan, sampling=self._sampling, session=session)
+        self._generator.generate(
+            list(prompt),
+            plan=self._plan,
+            sampling=self._sampling,
+            session=session,
+            question=self.found[0],
+        )
         self._stored[num_reused] = session
 
     def answers(self, index: int, num_reused: int) -> list[Tokens]:
@@ -139,7 +148,11 @@ class Script:
         )
         sampling = replace(self._sampling, delivered=delivered)
         tokens = self._generator.generate(
-            list(self.prompts[index]), plan=self._plan, sampling=sampling, session=session
+            list(self.prompts[index]),
+            plan=self._plan,
+            sampling=sampling,
+            session=session,
+            question=self.found[index],
         )
         return tuple(token.token_id for token in tokens)
 
@@ -176,18 +189,23 @@ def make_script(
     plan = plan_for(method, budget=Budget(tokens=TOKEN_BUDGET) if preset(method).takes_budget else None)
     generator, stored, exact = OneProcessGenerator(model), OracleSession(), OracleSession()
 
-    def answer(prompt: Tokens, session: OracleSession) -> Tokens:
-        tokens = generator.generate(list(prompt), plan=plan, sampling=sampling, session=session)
+    def answer(prompt: Tokens, question: Question | None, session: OracleSession) -> Tokens:
+        tokens = generator.generate(
+            list(prompt), plan=plan, sampling=sampling, session=session, question=question
+        )
         return tuple(token.token_id for token in tokens)
 
-    prompt = tuple(tokenizer.render([{"role": "user", "content": first}]))
-    next_prompt = (*prompt, *answer(prompt, stored), end)
-    next_prompt += tuple(tokenizer.render([{"role": "user", "content": second}])[1:])
-    answer(next_prompt, exact)
+    asked = [[{"role": "user", "content": text}] for text in (first, second)]
+    prompt = tuple(tokenizer.render(asked[0]))
+    found = find_question(tokenizer, asked[0], prompt)
+    next_prompt = (*prompt, *answer(prompt, found, stored), end, *tokenizer.render(asked[1])[1:])
+    next_found = find_question(tokenizer, asked[1], next_prompt)
+    answer(next_prompt, next_found, exact)
     return Script(
         method=method,
         questions=(first, second),
         prompts=(prompt, next_prompt),
+        found=(found, next_found),
         num_stored=len(stored.token_ids),
         max_tokens=max_tokens,
         _stored={0: stored},

@@ -13,6 +13,7 @@ from kvferry.shared.compression.formats import num_observed_queries
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.model.question import Question
 
 NUM_TOKENS, DIM = 203, 16
 NEED_ALL = (
@@ -32,10 +33,13 @@ def resolved_for(method: str, budget: Budget | None):
 
 
 @pytest.mark.parametrize("method", PRESETS)
-def test_a_selection_needs_no_more_queries_than_it_says(method: str) -> None:
+@pytest.mark.parametrize(
+    "question", [None, Question(num_tokens=99, num_after=7), Question(num_tokens=3, num_after=20)], ids=str
+)
+def test_a_selection_needs_no_more_queries_than_it_says(method: str, question: Question | None) -> None:
     resolved = resolved_for(method, Budget(tokens=64) if PRESETS[method].takes_budget else None)
-    inputs = make_inputs(NUM_TOKENS, head_dim=DIM, seed=5)
-    observed = num_observed_queries(resolved, formats_for(resolved, inputs))
+    inputs = replace(make_inputs(NUM_TOKENS, head_dim=DIM, seed=5), question=question)
+    observed = num_observed_queries(resolved, formats_for(resolved, inputs), question)
     assert (observed is None) == (method in NEED_ALL)
     if observed is None:
         return
@@ -51,3 +55,11 @@ def test_what_keeps_everything_observes_the_last_query_alone() -> None:
         resolved = resolved_for(method, Budget(tokens=NUM_TOKENS))
         formats = formats_for(resolved, make_inputs(NUM_TOKENS, head_dim=DIM))
         assert num_observed_queries(resolved, formats) == 1
+        assert num_observed_queries(resolved, formats, Question(num_tokens=9, num_after=5)) == 1
+
+
+def test_the_window_of_a_question_needs_the_queries_after_it_too() -> None:
+    resolved = resolved_for("snapkv", Budget(tokens=64))
+    formats = formats_for(resolved, make_inputs(NUM_TOKENS, head_dim=DIM))
+    assert num_observed_queries(resolved, formats) == 32
+    assert num_observed_queries(resolved, formats, Question(num_tokens=50, num_after=5)) == 37

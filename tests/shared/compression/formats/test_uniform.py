@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.compression import Placed, compress_layer, formats_for, make_inputs, packed_tensors
-from kvtest.reference.scores import rounded_row
 from kvtest.packed import group_of, unpack_layer
+from kvtest.reference.scores import rounded_row
 from kvtest.reference.sparse import in_8_bits
 from torch import Tensor
 
