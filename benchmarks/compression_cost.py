@@ -7,7 +7,8 @@ The demo model runs a prompt; then each method compresses all layers of that pro
 alternate, so that other work of the machine slows all of them alike. Times are the process's own CPU time:
 medians of one run, the first round not counted. The demo model is small, and compression takes a larger share
 of a small model's prefill: its cost per layer does not depend on the model's width. A draft ends where the
-answer does, so `rdkv-draft` drafts all its tokens only of a task with a long answer.
+answer does, so `rdkv-draft` drafts all its tokens only of a task with a long answer. `kvzip` and `kvzip-rdkv`
+repeat the prompt.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cpu_decode import commit, cpu_name
 from kvferry.shared.compression.draft import add_draft
 from kvferry.shared.compression.plan import ParamValue, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import resolve_model_path
@@ -42,8 +44,8 @@ ANSWER_TOKENS = 64
 
 
 def compression(model: TransformersModel, captured: CapturedPrompt, method: str) -> Callable[[], object]:
-    """A call that drafts, where the method does, and compresses the whole prompt with the budget of a method,
-    perhaps NAME:PARAMETER=VALUE."""
+    """A call that drafts or repeats the prompt, where the method does, and compresses the whole prompt with
+    the budget of a method, perhaps NAME:PARAMETER=VALUE."""
     spec, (name, *changes) = model.spec, method.split(":")
     overrides: dict[str, ParamValue] = {}
     for change in changes:
@@ -61,11 +63,10 @@ def compression(model: TransformersModel, captured: CapturedPrompt, method: str)
     assert logits is not None
 
     def compress() -> None:
+        layers = reconstruct(model, resolved, captured.layers, token_ids=captured.token_ids)
         if num_draft:
-            drafted = add_draft(model, captured.layers, logits=logits, num_draft=num_draft)
-            compress_prompt(spec, resolved, drafted)
-        else:
-            compress_prompt(spec, resolved, captured.layers)
+            layers = add_draft(model, layers, logits=logits, num_draft=num_draft)
+        compress_prompt(spec, resolved, layers)
 
     return compress
 

@@ -29,7 +29,15 @@ from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, is_measured, num_draft_tokens
+from kvferry.shared.compression.plan import (
+    CompressionPlan,
+    ResolvedPlan,
+    is_measured,
+    num_draft_tokens,
+    repeats_prompt,
+    sharing_layers,
+)
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
@@ -73,6 +81,7 @@ class CapturedPrompt:
         states: after the last token, by layer.
         logits: float32 `[V]` after the last token; None for a prefix.
         drafts: the layers with a draft, by its most tokens, as far as they have been asked for.
+        repeated: `LayerInputs.repeated` of each layer, by the scorer and the layers that it scores, likewise.
     """
 
     token_ids: tuple[int, ...]
@@ -80,6 +89,7 @@ class CapturedPrompt:
     logits: Tensor | None
     states: States = field(default_factory=dict)
     drafts: dict[int, tuple[LayerInputs, ...]] = field(default_factory=dict)
+    repeated: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
         """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
@@ -159,7 +169,7 @@ class _Prefill:
         self._history = history
         self._formats = make_formats(model.spec, resolved)
         self._num_draft = num_draft_tokens(resolved)
-        self._drafting: list[LayerInputs] = []
+        self._continued: list[LayerInputs] = []
         self._waiting: list[WaitingLayer] = []
         self._compressed: dict[int, Tensors] = {}
         self.full: dict[int, LayerKV] = {}
@@ -170,22 +180,26 @@ class _Prefill:
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
         inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling)
-        if self._num_draft:
-            self._drafting.append(replace(inputs, queries=queries.clone()))
+        if self._num_draft or repeats_prompt(self._resolved):
+            self._continued.append(replace(inputs, queries=queries.clone()))
         elif is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
             self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
 
-    def finish(self, states: States, logits: Tensor) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
+    def finish(
+        self, prompt: list[int], states: States, logits: Tensor
+    ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
         """After the last layer: the plan with each layer's own rows, and each layer's tensors.
 
         Args: states, logits: after the prompt.
         """
-        if self._drafting:
-            layers = add_draft(
-                self._model, self._drafting, logits=logits, num_draft=self._num_draft, states=states
-            )
+        if layers := self._continued:
+            layers = reconstruct(self._model, self._resolved, layers, token_ids=prompt, states=states)
+            if self._num_draft:
+                layers = add_draft(
+                    self._model, layers, logits=logits, num_draft=self._num_draft, states=states
+                )
             return compress_prompt(self._model.spec, self._resolved, layers, states)
         if self._waiting:
             return compress_waiting(self._model.spec, self._resolved, self._waiting, states)
@@ -320,7 +334,7 @@ class OneProcessGenerator:
             matcher=matcher,
         )
         tokens = [sampler.sample(logits)]
-        decode = OracleDecode(spec, *prefill.finish(states.after, logits))
+        decode = OracleDecode(spec, *prefill.finish(prompt_token_ids, states.after, logits))
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(spec.eos_token_ids))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
@@ -388,6 +402,8 @@ class OneProcessGenerator:
             layers=spec.layers,
         )
         layers = self._drafted(captured, num_draft_tokens(resolved))
+        if repeats_prompt(resolved):
+            layers = self._repeated(captured, resolved, layers)
         measured, compressed = compress_prompt(spec, resolved, layers, captured.states)
         return Continuation(self._model, measured, compressed)
 
@@ -405,6 +421,19 @@ class OneProcessGenerator:
             )
             captured.drafts[num_draft] = tuple(layers)
         return captured.drafts[num_draft]
+
+    def _repeated(
+        self, captured: CapturedPrompt, resolved: ResolvedPlan, layers: tuple[LayerInputs, ...]
+    ) -> tuple[LayerInputs, ...]:
+        """The layers with the attention that the prompt's repetition gives their tokens; it is run once."""
+        key = f"{resolved.plan.scorer} {sharing_layers(resolved)}"
+        if key not in captured.repeated:
+            repeated = reconstruct(
+                self._model, resolved, layers, token_ids=captured.token_ids, states=captured.states
+            )
+            captured.repeated[key] = [its.repeated for its in repeated]
+        found = captured.repeated[key]
+        return tuple(replace(its, repeated=scores) for its, scores in zip(layers, found, strict=True))
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

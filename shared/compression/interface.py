@@ -188,6 +188,8 @@ class LayerInputs:
             float32; None if there is no model.
         sums: accumulated attention; None until it has been computed, see `with_sums`.
         ahead: of the draft's tokens; None if there is no draft.
+        repeated: float32 `[H_kv, T]`, the most attention that each token gets while the prompt is repeated
+            (`reconstruct.py`); None if it is not.
     """
 
     layer: int
@@ -198,6 +200,7 @@ class LayerInputs:
     unrotate: Callable[[Tensor], Tensor] | None = None
     sums: ColumnSums | None = None
     ahead: Ahead | None = None
+    repeated: Tensor | None = None
 
     @classmethod
     def of(

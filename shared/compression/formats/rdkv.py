@@ -21,7 +21,15 @@ from kvferry.shared.compression.formats.compacting import Segments
 from kvferry.shared.compression.formats.interface import LayerCache, NaiveLayer, Specs
 from kvferry.shared.compression.formats.packed import SEGMENTS, NaivePacked, PackedCache, PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
-from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan, ParamValue, Part, read_params
+from kvferry.shared.compression.plan import (
+    RECONSTRUCTION,
+    Allowed,
+    CompressionPlan,
+    LayerPlan,
+    ParamValue,
+    Part,
+    read_params,
+)
 from kvferry.shared.compression.rdkv.compress import (
     RDKV_DEFAULTS,
     RDKV_PARAMS,
@@ -33,7 +41,7 @@ from kvferry.shared.compression.rdkv.compress import (
 from kvferry.shared.compression.rdkv.epsilon import WIDTHS
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
-STANDARDISED = ("compactor",)
+STANDARDISED = ("compactor", RECONSTRUCTION, "keydiff")
 """Scorers whose scores are in standard deviations from their mean, as `score_weights` needs them."""
 _TOKENS_PER_BUDGET_TOKEN = 8
 """The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each."""
