@@ -7,7 +7,8 @@ The demo model runs a prompt; then each method compresses all layers of that pro
 alternate, so that other work of the machine slows all of them alike. Times are the process's own CPU time:
 medians of one run, the first round not counted. The demo model is small, and compression takes a larger share
 of a small model's prefill: its cost per layer does not depend on the model's width. A draft ends where the
-answer does, so `rdkv-draft` drafts all its tokens only of a task with a long answer.
+answer does, so `rdkv-draft` drafts all its tokens only of a task with a long answer. `kvzip` and `kvzip-rdkv`
+repeat the prompt.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cpu_decode import commit, cpu_name
 from kvferry.shared.compression.draft import greedy, run_draft
 from kvferry.shared.compression.plan import ParamValue, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.checkpoint import resolve_model_path
@@ -42,8 +44,8 @@ ANSWER_TOKENS = 64
 
 
 def compression(model: TransformersModel, captured: CapturedPrompt, method: str) -> Callable[[], object]:
-    """A call that compresses the whole prompt with the budget of a method, perhaps NAME:PARAMETER=VALUE; a
-    draft, whose tokens are the answer's own, is there before."""
+    """A call that repeats the prompt, where the method does, and compresses it with the budget of a method,
+    perhaps NAME:PARAMETER=VALUE; a draft, whose tokens are the answer's own, is there before."""
     spec, (name, *changes) = model.spec, method.split(":")
     overrides: dict[str, ParamValue] = {}
     for change in changes:
@@ -60,10 +62,15 @@ def compression(model: TransformersModel, captured: CapturedPrompt, method: str)
     num_draft, logits = num_draft_tokens(resolved), captured.logits
     assert logits is not None
 
-    layers = captured.layers
+    drafted = captured.layers
     if num_draft:
-        layers = run_draft(model, layers, logits=logits, draw=greedy(spec, num_draft)).layers
-    return lambda: compress_prompt(spec, resolved, layers)
+        drafted = run_draft(model, drafted, logits=logits, draw=greedy(spec, num_draft)).layers
+
+    def compress() -> None:
+        layers = reconstruct(model, resolved, drafted, token_ids=captured.token_ids)
+        compress_prompt(spec, resolved, layers)
+
+    return compress
 
 
 def measure(

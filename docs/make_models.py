@@ -82,12 +82,12 @@ Layers are of these kinds:
   shipped, selected and quantised once, as one KV head. Prefill attends to expanded keys and values, decode
   to the rows, with the model's own softmax scale; scores are the same in both. Methods:
   {_methods(_LATENT)}.
-  Not: `rdkv`, `rdkv-hsa`, `rdkv-union`, `rdkv-draft`, `compactor-rdkv`, `compactor-kivi` and
-  `rocketkv-kivi`, which give channels of keys and tokens of values widths or scales of their own, while a
-  latent is both; `think` and `snapkv-think`, because the channels that keys can do without are still those
-  of values. `kivi` quantises rows as keys, per channel, and reads values from the same codes. On a GPU
-  decode attends to these rows on the torch path (`latent_dense` and so on in `kvferry_decode_steps_total`),
-  one sequence at a time.
+  Not: `rdkv`, `rdkv-hsa`, `rdkv-union`, `rdkv-draft`, `compactor-rdkv`, `kvzip-rdkv`, `keydiff-rdkv`,
+  `compactor-kivi` and `rocketkv-kivi`, which give channels of keys and tokens of values widths or scales of
+  their own, while a latent is both; `think` and `snapkv-think`, because the channels that keys can do without
+  are still those of values. `kivi` quantises rows as keys, per channel, and reads values from the same codes.
+  On a GPU decode attends to these rows on the torch path (`latent_dense` and so on in
+  `kvferry_decode_steps_total`), one sequence at a time.
 
 A window that is not smaller than `--max-model-len` limits nothing: the layer is full. Layers without rotary
 positions (SmolLM3, Cohere 2, Exaone 4, Llama 4, Jamba) are full layers. Of Phi's `longrope`

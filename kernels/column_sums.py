@@ -2,13 +2,15 @@
 
 `window_scores` is of the last W queries: the first step of SnapKV's and RocketKV's scoring. `column_sums` is
 of all queries: D2O's and H2O's accumulated attention score; D2O's layer budgets come from the variances. Each
-is called once per layer while the prompt is prefilled. Never stores a T x T matrix: in torch at most
-`MAX_LOGITS` float32 logits exist at a time, in Triton (`kernels/attention_mass.py`) none. Does not pool, does
-not select, and does not drop the window's own columns.
+is called once per layer while the prompt is prefilled. `column_maxima` is of a prompt's repetition, KVzip's
+score, called once per layer and chunk. Never stores a T x T matrix: in torch at most `MAX_LOGITS` float32
+logits exist at a time, in Triton (`kernels/attention_mass.py`) none. Does not pool, does not select, and does
+not drop the window's own columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -93,25 +95,55 @@ def _attention_mass(queries: Tensor, keys: Tensor, scaling: float, *, per_query_
 
 def column_sums_torch(queries: Tensor, keys: Tensor, scaling: float) -> ColumnSums:
     """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked."""
-    num_kv_heads, group, num_queries, head_dim = queries.shape
+    num_kv_heads, group = queries.shape[:2]
     num_tokens = keys.shape[1]
-    history = num_tokens - num_queries
-    chunk = min(max(1, MAX_LOGITS // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
-    future = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).triu(1)
     sums = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     variances = torch.empty(num_kv_heads, group, dtype=torch.float32, device=keys.device)
     for head in range(num_kv_heads):
         columns = torch.zeros(group, num_tokens, dtype=torch.float32, device=keys.device)
-        head_keys = keys[head].float()
-        for begin in range(0, num_queries, chunk):
-            count = min(chunk, num_queries - begin)
-            visible = history + begin + count
-            rows = queries[head, :, begin : begin + count].reshape(group * count, head_dim).float() * scaling
-            logits = (rows @ head_keys[:visible].T).view(group, count, visible)
-            # only the chunk's own columns can be after a query
-            logits[:, :, visible - count :].masked_fill_(future[:count, :count], float("-inf"))
-            # softmax's own exponential makes no subnormal numbers, which take many times as long
-            columns[:, :visible] += torch.softmax(logits, -1, out=logits).sum(1)
+        for weights in _weights(queries[head], keys[head], scaling):
+            columns[:, : weights.shape[2]] += weights.sum(1)
         sums[head] = columns.sum(0)
         variances[head] = columns.var(-1, correction=0)
     return ColumnSums(sums, variances)
+
+
+def column_maxima(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
+    """`m_t = max_{g, i} softmax(q_{g,i} K^T * scaling)_t`, causal: the most that a query attends to a token.
+    In torch on every device.
+
+    Args: as `column_sums`.
+    Returns: float32 `[H_kv, T]`, 0 to 1.
+
+    Raises:
+        ValueError: shapes, dtypes or devices disagree.
+    """
+    check_scores(queries, keys, rows="T_new")
+    check_size("the number of queries", queries.shape[2], 1, keys.shape[1])
+    maxima = torch.zeros(*keys.shape[:2], dtype=torch.float32, device=keys.device)
+    for head in range(keys.shape[0]):
+        for weights in _weights(queries[head], keys[head], scaling):
+            columns = maxima[head, : weights.shape[2]]
+            torch.maximum(columns, weights.amax((0, 1)), out=columns)
+    return maxima
+
+
+def _weights(queries: Tensor, keys: Tensor, scaling: float) -> Iterator[Tensor]:
+    """The causal attention of one KV head, a chunk of queries at a time: float32 `[G, n, visible]`.
+
+    Args: queries `[G, T_new, D]`, keys `[T, D]`.
+    """
+    (group, num_queries, head_dim), num_tokens = queries.shape, keys.shape[0]
+    history = num_tokens - num_queries
+    chunk = min(max(1, MAX_LOGITS // (group * num_tokens)), MAX_CHUNK_QUERIES, num_queries)
+    future = torch.ones(chunk, chunk, dtype=torch.bool, device=keys.device).triu(1)
+    head_keys = keys.float()
+    for begin in range(0, num_queries, chunk):
+        count = min(chunk, num_queries - begin)
+        visible = history + begin + count
+        rows = queries[:, begin : begin + count].reshape(group * count, head_dim).float() * scaling
+        logits = (rows @ head_keys[:visible].T).view(group, count, visible)
+        # only the chunk's own columns can be after a query
+        logits[:, :, visible - count :].masked_fill_(future[:count, :count], float("-inf"))
+        # softmax's own exponential makes no subnormal numbers, which take many times as long
+        yield torch.softmax(logits, -1, out=logits)

@@ -24,7 +24,13 @@ from kvferry.shared.compression.draft import Drafted, greedy, run_draft
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.formats.state import stacked
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import CompressionPlan, ResolvedPlan, num_draft_tokens
+from kvferry.shared.compression.plan import (
+    CompressionPlan,
+    ResolvedPlan,
+    num_draft_tokens,
+    sharing_layers,
+)
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.question import Question
@@ -67,6 +73,7 @@ class CapturedPrompt:
         states: after the last token, by layer.
         logits: float32 `[V]` after the last token; None for a prefix.
         drafts: greedy drafts by their most tokens, as far as they have been asked for.
+        repeated: `LayerInputs.repeated` of each layer, by the scorer and the layers that it scores, likewise.
     """
 
     token_ids: tuple[int, ...]
@@ -74,6 +81,7 @@ class CapturedPrompt:
     logits: Tensor | None
     states: States = field(default_factory=dict)
     drafts: dict[int, Drafted] = field(default_factory=dict)
+    repeated: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
         """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
@@ -317,7 +325,9 @@ class OneProcessGenerator:
             tokens.append(token)
             return None if token.token_id in stop_ids or len(tokens) > most_drafted else token.token_id
 
-        measured, compressed, drafted = prefill.finish(states.after, logits, None if has_siblings else draw)
+        measured, compressed, drafted = prefill.finish(
+            prompt_token_ids, states.after, logits, None if has_siblings else draw
+        )
         if not tokens:
             tokens.append(sampler.sample(logits))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
@@ -418,6 +428,19 @@ class OneProcessGenerator:
                 states=captured.states,
             )
         return captured.drafts[num_draft]
+
+    def _repeated(
+        self, captured: CapturedPrompt, resolved: ResolvedPlan, layers: tuple[LayerInputs, ...]
+    ) -> tuple[LayerInputs, ...]:
+        """The layers with the attention that the prompt's repetition gives their tokens; it is run once."""
+        key = f"{resolved.plan.scorer} {sharing_layers(resolved)}"
+        if key not in captured.repeated:
+            repeated = reconstruct(
+                self._model, resolved, layers, token_ids=captured.token_ids, states=captured.states
+            )
+            captured.repeated[key] = [its.repeated for its in repeated]
+        found = captured.repeated[key]
+        return tuple(replace(its, repeated=scores) for its, scores in zip(layers, found, strict=True))
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:

@@ -5,6 +5,7 @@ Private to `oracle.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -20,7 +21,8 @@ from kvferry.shared.compression.draft import Drafted, Draw, greedy, run_draft
 from kvferry.shared.compression.formats import compress_layer, make_formats
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens, repeats_prompt
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.question import Question
 from kvferry.tools.oracle_decode import LayerKV
@@ -60,7 +62,7 @@ class OraclePrefill:
         self._question = question
         self._formats = make_formats(model.spec, resolved)
         self._num_draft = num_draft_tokens(resolved)
-        self._drafting: list[LayerInputs] = []
+        self._continued: list[LayerInputs] = []
         self._waiting: list[WaitingLayer] = []
         self._compressed: dict[int, Tensors] = {}
         self.full: dict[int, LayerKV] = {}
@@ -71,29 +73,35 @@ class OraclePrefill:
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         full = self.full[layer] = keys.clone(), values.clone()
         inputs = LayerInputs.of(self._model.pre_rope_keys, layer, queries, *full, scaling, self._question)
-        if self._num_draft:
-            self._drafting.append(replace(inputs, queries=queries.clone()))
+        if self._num_draft or repeats_prompt(self._resolved):
+            self._continued.append(replace(inputs, queries=queries.clone()))
         elif is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
             self._compressed[layer] = compress_layer(self._resolved, self._formats[layer], inputs)
 
     def finish(
-        self, states: States, logits: Tensor, draw: Draw | None
+        self, prompt: Sequence[int], states: States, logits: Tensor, draw: Draw | None
     ) -> tuple[ResolvedPlan, tuple[Tensors, ...], Drafted | None]:
         """After the last layer: the plan with each layer's own rows, each layer's tensors, and the draft.
 
         Args: states, logits: after the prompt; draw: the draft's tokens; None: greedy ones that nobody wants.
         """
-        if self._drafting:
-            drafted = run_draft(
-                self._model,
-                self._drafting,
-                logits=logits,
-                draw=draw or greedy(self._model.spec, self._num_draft),
-                states=states,
+        if self._continued:
+            layers: Sequence[LayerInputs] = reconstruct(
+                self._model, self._resolved, self._continued, token_ids=prompt, states=states
             )
-            compressed = compress_prompt(self._model.spec, self._resolved, drafted.layers, states)
+            drafted: Drafted | None = None
+            if self._num_draft:
+                drafted = run_draft(
+                    self._model,
+                    layers,
+                    logits=logits,
+                    draw=draw or greedy(self._model.spec, self._num_draft),
+                    states=states,
+                )
+                layers = drafted.layers
+            compressed = compress_prompt(self._model.spec, self._resolved, layers, states)
             return *compressed, drafted if draw is not None else None
         if self._waiting:
             return *compress_waiting(self._model.spec, self._resolved, self._waiting, states), None

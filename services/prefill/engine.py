@@ -26,7 +26,7 @@ from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Sta
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest, repeats_prompt
 from kvferry.shared.control.messages import FirstToken, TokenGenerated
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
@@ -245,7 +245,9 @@ class PrefillEngine:
         spec = self._model.spec
         num_tokens = len(job.request.prompt_token_ids)
         num_new = num_tokens - self.turns.expected_reuse(job.request)
-        return num_new * (_PROJECTIONS * spec.num_heads * spec.head_dim + num_tokens - num_new / 2)
+        projections = _PROJECTIONS * spec.num_heads * spec.head_dim
+        repeated = num_tokens if repeats_prompt(job.resolved) else 0
+        return num_new * (projections + num_tokens - num_new / 2) + repeated * (projections + num_tokens)
 
     def _run(self, started: Started) -> None:
         job, is_whole = started.job, False

@@ -16,7 +16,8 @@ from kvferry.services.prefill.parts import PromptTransfer
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.cache.delta import RetainedChain, RetainedRows, ShippedRows, ShippedSelections
 from kvferry.shared.compression.formats import make_formats, num_observed_queries
-from kvferry.shared.compression.plan import num_draft_tokens
+from kvferry.shared.compression.plan import num_draft_tokens, repeats_prompt
+from kvferry.shared.compression.reconstruct import chunk_tokens
 from kvferry.shared.control.messages import (
     FirstToken,
     HistorySource,
@@ -101,7 +102,8 @@ class PrefillJob:
         """Args: request: its ticket has a plan; ending: of its completion; matchers: at the beginning of its
             grammar, one for each completion; none where it has no grammar.
 
-        Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range.
+        Raises: InvalidRequest: a token id or a sampling parameter is out of the model's range, or its window
+            has no room for a prompt's repetition.
         """
         assert request.ticket.plan is not None
         self.request = request
@@ -109,6 +111,8 @@ class PrefillJob:
         self.formats = make_formats(spec, self.resolved)
         self.has_plain_rows = all([fmt.is_plain for fmt in self.formats])
         self.num_observed = num_observed_queries(self.resolved, self.formats, request.question)
+        if repeats_prompt(self.resolved):
+            chunk_tokens(self.resolved, spec.max_model_len)
         sampler, *self.sibling_samplers = [
             SequenceSampler(
                 sampling,

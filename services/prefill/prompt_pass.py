@@ -2,8 +2,8 @@
 
 Place in the request's path: called by the model on the engine thread, layer by layer, while the layer
 before is shipped and staged on another one (`host_copies.py`). After `layer_done` returns, a pass
-references only the tensors of one layer that are being handed over. If the plan measures its layer budgets
-or drafts, K and V of all layers wait on the host until the end.
+references only the tensors of one layer that are being handed over. If the plan measures its layer budgets,
+drafts or repeats the prompt, K and V of all layers wait on the host until the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvferry.shared.compression.formats import encode_layer
 from kvferry.shared.compression.formats.drafted import with_draft
 from kvferry.shared.compression.formats.interface import Encoded, Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens, repeats_prompt
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
@@ -79,15 +80,16 @@ class PromptLogprobs:
 class PromptPass:
     """Implements `DividingObserver` and `LayerStates` for one prompt.
 
-        layer_done ──► compress ──────────────────────────────────────────┐
-        layer_done ──► measure, wait ──► pass ends ──► draft ──► compress ┼──► ship, stage
-        layer_compressed, store ──────────────────────────────────────────┘
+        layer_done ──► compress ──────────────────────────────────────────────────┐
+        layer_done ──► measure, wait ──► pass ends ──► repeat, draft ──► compress ┼──► ship, stage
+        layer_compressed, store ──────────────────────────────────────────────────┘
 
-    Layers wait if the plan measures its layer budgets or drafts; the transfer is opened when they need not
-    wait any more. They are shipped in order: one that is complete before an earlier one waits. If a layer's
-    history turns out lost, the whole prompt is run. This second run ships only the layers that the first did
-    not, if the method is exact; else the pass fails, because the answers in the history have other rows than
-    prefill computes, and layers with and without them make a cache that no run in one process gives.
+    Layers wait if the plan measures its layer budgets, repeats the prompt or drafts; the transfer is opened
+    when they need not wait any more. They are shipped in order: one that is complete before an earlier one
+    waits. If a layer's history turns out lost, the whole prompt is run. This second run ships only the
+    layers that the first did not, if the method is exact; else the pass fails, because the answers in the
+    history have other rows than prefill computes, and layers with and without them make a cache that no run
+    in one process gives.
 
     Attributes:
         logprobs: of the prompt's tokens; None if the request wants none.
@@ -111,7 +113,8 @@ class PromptPass:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
             of several ranks while it compresses only. None: the pass is not interrupted.
         open_transfer: called once, with the plan to ship; attaches the transfer to the job.
-        progress: called after each layer, with its number.
+        progress: called after each layer, with its number; also while the prompt is repeated, with how far
+            that is as if it were of a pass.
         heartbeat: told of waits for stored history and for the layer that is being handed over.
         clock: seconds of this pass.
         pool, pool_clock: where layers are handed over, and seconds there.
@@ -134,7 +137,10 @@ class PromptPass:
         self._clock = clock
         self._pool_clock = pool_clock
         self._num_draft = num_draft_tokens(job.resolved)
-        self._waits = is_measured(job.resolved) or self._num_draft > 0
+        self._repeats = repeats_prompt(job.resolved)
+        self._continues = self._repeats or self._num_draft > 0
+        """Whether the model runs on after the prompt, before a layer is compressed."""
+        self._waits = is_measured(job.resolved) or self._continues
         self._waiting: list[WaitingLayer] = []
         self._states: dict[int, Tensors] = {}
         self._complete: dict[int, Encoded] = {}
@@ -253,7 +259,7 @@ class PromptPass:
         """See `LayerStates.store`. Raises Cancelled, TransferFailed."""
         with self._handing_over(layer):
             tensors = {name: tensor[0].contiguous() for name, tensor in state.items()}
-            if self._num_draft:
+            if self._continues:
                 self._states[layer] = tensors
             elif layer >= self._shipped_layers:
                 self._ship_state(layer, tensors)
@@ -299,7 +305,7 @@ class PromptPass:
         """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host, or
         for a draft on the device where there is room. Measure it if its number of rows depends on others."""
         begin_s = self._clock()
-        if self._num_draft:
+        if self._continues:
             waiting = WaitingLayer(inputs=replace(inputs, queries=inputs.queries.clone()))
         else:
             self._pauses.allowed = True
@@ -316,13 +322,15 @@ class PromptPass:
 
     def _ship_waiting(self, logits: Tensor) -> None:
         """After the pass: compress the layers that wait and ship them. Args: logits: of the last token."""
+        states: Mapping[int, Tensors] = self._states
+        if self._repeats:
+            self._repeat()
         if self._num_draft:
             states = self._draft(logits)
-            self._open(self._plan)
-            for layer, state in states.items():
-                self._ship_state(layer, state)
-        else:
-            self._open(allocate_waiting(self._plan, self._waiting))
+        self._states = {}
+        self._open(self._plan if self._continues else allocate_waiting(self._plan, self._waiting))
+        for layer, state in states.items():
+            self._ship_state(layer, state)
         self._waiting.reverse()
         while self._waiting:
             self._job.check_cancelled()
@@ -350,11 +358,35 @@ class PromptPass:
             before_token=before_token,
         )
         self._pauses.allowed = False
-        before, self._states = self._states, {}
         self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted.layers]
         if not ships:
             self.times.compress_s += self._clock() - begin_s
-        return drafted.tokens[-1].states if ships and drafted.tokens else before
+        return drafted.tokens[-1].states if ships and drafted.tokens else self._states
+
+    def _repeat(self) -> None:
+        """Give the layers that wait what their tokens are attended to while the prompt is repeated."""
+        begin_s = self._clock()
+        prompt, num_layers = self._job.request.prompt_token_ids, self._model.spec.num_layers
+
+        def before_chunk(begin: int) -> None:
+            self._pauses.allowed = False
+            self._progress(begin * num_layers // len(prompt) - 1)
+            self._job.check_cancelled()
+            self._pauses.offer()  # between passes, where a model of several ranks can be interrupted, too
+            self._pauses.allowed = self._pauses_in_model
+
+        inputs = [layer.inputs for layer in self._waiting]
+        repeated = reconstruct(
+            self._model,
+            self._plan,
+            inputs,
+            token_ids=prompt,
+            states=self._states,
+            before_chunk=before_chunk,
+        )
+        self._pauses.allowed = False
+        self._waiting = [WaitingLayer(inputs=inputs) for inputs in repeated]
+        self.times.compress_s += self._clock() - begin_s
 
     def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
         """The layer with K and V on another device."""

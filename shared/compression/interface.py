@@ -211,6 +211,8 @@ class LayerInputs:
         sums: accumulated attention; None until it has been computed, see `with_sums`.
         ahead: of the draft's tokens; None if there is no draft.
         question: where the prompt has it; None if that is not known.
+        repeated: float32 `[H_kv, T]`, the most attention that each token gets while the prompt is repeated
+            (`reconstruct.py`); None if it is not.
     """
 
     layer: int
@@ -222,6 +224,7 @@ class LayerInputs:
     sums: ColumnSums | None = None
     ahead: Ahead | None = None
     question: Question | None = None
+    repeated: Tensor | None = None
 
     @classmethod
     def of(

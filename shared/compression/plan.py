@@ -36,6 +36,9 @@ DRAFT_TOKENS = "draft_tokens"
 DRAFT_KERNEL_SIZE = "draft_kernel_size"
 """A parameter of format 'rdkv': the pooling kernel of what those tokens attend to."""
 
+RECONSTRUCTION = "reconstruction"
+"""A scorer for which prefill runs the prompt once more before it compresses it (`reconstruct.py`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -121,6 +124,11 @@ class CompressionPlan:
         return self.scorer is not None or self.attention.name != "dense" or self.representation.name == "rdkv"
 
     @property
+    def repeats_prompt(self) -> bool:
+        """Whether its scorer needs the prompt's repetition, if it scores anything."""
+        return self.scorer is not None and self.scorer.name == RECONSTRUCTION
+
+    @property
     def is_exact(self) -> bool:
         """Whether decode computes the KV of its tokens as prefill would: from every row, as it was."""
         return not self.takes_budget and self.representation == CompressionPlan(method="full").representation
@@ -166,6 +174,11 @@ def num_draft_tokens(resolved: ResolvedPlan) -> int:
     """How many tokens prefill drafts before it compresses a layer (`draft.py`); 0: none."""
     drafting = any(layer.representation.name == "rdkv" for layer in resolved.layers)
     return int(resolved.plan.representation.params.get(DRAFT_TOKENS, 0)) if drafting else 0
+
+
+def repeats_prompt(resolved: ResolvedPlan) -> bool:
+    """Whether prefill repeats the prompt before it compresses a layer (`reconstruct.py`)."""
+    return resolved.plan.repeats_prompt and resolved.method != "full"
 
 
 def is_measured(resolved: ResolvedPlan) -> bool:

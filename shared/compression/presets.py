@@ -16,6 +16,7 @@ from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
     REBUDGET_TOKENS,
+    RECONSTRUCTION,
     Budget,
     CompressionPlan,
     ParamValue,
@@ -40,6 +41,10 @@ _COMPACTOR = Part(
     },
 )
 _LEVERAGE = Part(name=_COMPACTOR.name, params={**_COMPACTOR.params, "leverage_weight": 1.0})
+_BETWEEN: dict[str, ParamValue] = {"sinks": 8, "recents": 4}
+"""As of `_COMPACTOR`: methods that do not know the question protect the same rows, as comparisons need."""
+_RECONSTRUCTED = Part(name=RECONSTRUCTION, params={"chunk_tokens": 2048, "lead_tokens": 8, **_BETWEEN})
+_KEYDIFF = Part(name="keydiff", params=_BETWEEN)
 
 _WINDOW = 32
 _KERNEL_SIZE = 9
@@ -131,6 +136,25 @@ PRESETS: Mapping[str, CompressionPlan] = {
             scorer=_LEVERAGE,
             representation=Part(name="rdkv", params=_RDKV),
             budget=Budget(retention=0.025),
+        ),
+        CompressionPlan(
+            method="kvzip",
+            scorer=_RECONSTRUCTED,
+            # of the paper's "3-4x"
+            budget=Budget(retention=0.3),
+        ),
+        CompressionPlan(
+            method="kvzip-rdkv",
+            scorer=_RECONSTRUCTED,
+            representation=Part(name="rdkv", params=_RDKV),
+            budget=Budget(retention=0.1),
+        ),
+        CompressionPlan(method="keydiff", scorer=_KEYDIFF, budget=Budget(retention=0.25)),
+        CompressionPlan(
+            method="keydiff-rdkv",
+            scorer=_KEYDIFF,
+            representation=Part(name="rdkv", params=_RDKV),
+            budget=Budget(retention=0.1),
         ),
         CompressionPlan(
             method="rdkv-union",

@@ -22,7 +22,9 @@ from kvferry.shared.compression.formats import format_class
 from kvferry.shared.compression.formats.compacting import check_generated, with_segments
 from kvferry.shared.compression.interface import LayerAllocation, Sizing, installed_parts, with_installed
 from kvferry.shared.compression.plan import (
+    MEASURED_ALLOCATIONS,
     MODEL_FORMATS,
+    RECONSTRUCTION,
     STATE_FORMAT,
     WINDOW_FORMAT,
     CompressionPlan,
@@ -185,6 +187,12 @@ def check_plan(plan: CompressionPlan, num_layers: int) -> None:
             f"skip_layers names {outside}; layers are 0 to {num_layers - 1}", param="kv_compression"
         )
     allocate_layers(plan.layer_allocation, rows=1, num_layers=1, num_tokens=1)
+    if plan.repeats_prompt and plan.layer_allocation.name in MEASURED_ALLOCATIONS:
+        raise InvalidRequest(
+            f"scorer {RECONSTRUCTION!r} does not go with layer_allocation {plan.layer_allocation.name!r}: it "
+            "scores layers after the prompt's pass, in which they are measured",
+            param="kv_compression",
+        )
     if plan.scorer is not None:
         make_scorer(plan.scorer, rows=1)
     elif plan.layer_allocation.name != "uniform":

@@ -6,6 +6,7 @@ a plan. Adding one is one class and one entry, or an entry point of another pack
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -24,7 +25,15 @@ from kvferry.shared.compression.interface import (
     with_installed,
 )
 from kvferry.shared.compression.leverage import Sketch, Solver, leverage_scores
-from kvferry.shared.compression.plan import Allowed, Between, ParamValue, Part, look_up, read_params
+from kvferry.shared.compression.plan import (
+    RECONSTRUCTION,
+    Allowed,
+    Between,
+    ParamValue,
+    Part,
+    look_up,
+    read_params,
+)
 from kvferry.shared.errors import ConfigurationError
 
 _WINDOW_PARAMS: Allowed = {
@@ -33,6 +42,7 @@ _WINDOW_PARAMS: Allowed = {
     "kernel_size": Between(1, 4095, odd=True),
     "recents": Between(0, 4096),
 }
+_BETWEEN_PARAMS: Allowed = {"sinks": Between(0, 4096), "recents": Between(0, 4096)}
 _COMPACTOR_PARAMS: Allowed = {
     "sketch": get_args(Sketch),
     "sketch_columns": Between(1, 1024),
@@ -42,10 +52,16 @@ _COMPACTOR_PARAMS: Allowed = {
     "chunk_tokens": Between(1, 4096),
     "scaled": bool,
     "leverage_weight": Between(0.0, 1e6),
-    "sinks": Between(0, 4096),
-    "recents": Between(0, 4096),
+    **_BETWEEN_PARAMS,
+}
+_RECONSTRUCTION_PARAMS: Allowed = {
+    "chunk_tokens": Between(1, 1 << 20),
+    "lead_tokens": Between(0, 4096),
+    **_BETWEEN_PARAMS,
 }
 _MIN_STD = 1e-6
+_LEAST_ATTENTION = 1e-12
+"""Less than any float16 or bfloat16 attention shows; its logarithm is finite."""
 _POOL = 3
 
 
@@ -148,7 +164,40 @@ class AccumulatedAttentionScorer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompactorScorer:
+class _BetweenScorer(ABC):
+    """Scores the tokens between the first and the last ones, which score +inf.
+
+    Attributes:
+        sinks, recents: the numbers of first and last tokens of the prompt that are always selected.
+        rows: rows to select per KV head; if they are fewer than sinks and recents, recents come first.
+    """
+
+    depends_on_rows: ClassVar[bool] = False
+    sinks: int
+    recents: int
+    rows: int
+
+    @property
+    def protected_rows(self) -> int:
+        return self.sinks + self.recents
+
+    def __call__(self, inputs: LayerInputs) -> Tensor:
+        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
+        num_kv_heads, num_tokens, _ = inputs.keys.shape
+        recents = min(self.recents, self.rows)
+        begin, end = min(self.sinks, self.rows - recents), num_tokens - recents
+        scores = inputs.keys.new_full((num_kv_heads, num_tokens), torch.inf, dtype=torch.float32)
+        if begin < end:
+            scores[:, begin:end] = self._between(inputs, begin, end)
+        return scores
+
+    @abstractmethod
+    def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        """The scores of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactorScorer(_BetweenScorer):
     """Compactor (papers/compactor.txt): scores that do not depend on the question. A token scores high if
     nearby tokens attend to it, or if its key points in a direction that few other keys share.
 
@@ -173,12 +222,9 @@ class CompactorScorer:
         chunk_tokens: c.
         scaled: multiply logits by the model's softmax scale; the authors' code does not.
         leverage_weight: lambda.
-        sinks, recents: the numbers of first and last tokens of the prompt that are always selected.
-        rows: rows to select per KV head; if they are fewer than sinks and recents, recents come first.
     """
 
     observed_queries: ClassVar[None] = None
-    depends_on_rows: ClassVar[bool] = False
     scores_heads_apart: ClassVar[bool] = True
     sketch: Sketch
     sketch_columns: int
@@ -188,40 +234,26 @@ class CompactorScorer:
     chunk_tokens: int
     scaled: bool
     leverage_weight: float
-    sinks: int
-    recents: int
-    rows: int
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> CompactorScorer:
         """From a plan's `Part.params`; raises as `read_params`."""
         return cls(**read_params("compactor", params, _COMPACTOR_PARAMS), rows=rows)
 
-    @property
-    def protected_rows(self) -> int:
-        return self.sinks + self.recents
-
-    def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
-        num_kv_heads, num_tokens, _ = inputs.keys.shape
-        recents = min(self.recents, self.rows)
-        begin, end = min(self.sinks, self.rows - recents), num_tokens - recents
-        scores = inputs.keys.new_full((num_kv_heads, num_tokens), torch.inf, dtype=torch.float32)
-        if begin < end:
-            blend = _z_scores(self._attention(inputs, begin, end))
-            if self.leverage_weight > 0:
-                blend += self.leverage_weight * _z_scores(
-                    leverage_scores(
-                        inputs.pre_rope_keys()[:, begin:end],
-                        sketch=self.sketch,
-                        num_columns=self.sketch_columns,
-                        solver=self.solver,
-                        centered=self.centered,
-                        seed=self.seed,
-                    )
+    def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        blend = _z_scores(self._attention(inputs, begin, end))
+        if self.leverage_weight > 0:
+            blend += self.leverage_weight * _z_scores(
+                leverage_scores(
+                    inputs.pre_rope_keys()[:, begin:end],
+                    sketch=self.sketch,
+                    num_columns=self.sketch_columns,
+                    solver=self.solver,
+                    centered=self.centered,
+                    seed=self.seed,
                 )
-            scores[:, begin:end] = blend
-        return scores
+            )
+        return blend
 
     def _attention(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
         """a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
@@ -247,6 +279,70 @@ class CompactorScorer:
         return F.avg_pool1d(weighted[:, None], _POOL, stride=1, padding=_POOL // 2)[:, 0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionScorer(_BetweenScorer):
+    """KVzip (Kim et al. 2025): a token scores high if the model reads it to write the prompt down again. So
+    the scores do not depend on the question.
+
+    `s = z(log r)` for the tokens between the sinks and the recents, which score +inf. r is the most attention
+    that a token gets while the prompt is repeated (`reconstruct.py`). z is the z-score per KV head,
+    population std, at least 1e-6.
+
+    Deviation: the paper's scores are r. The order is the same, but r spans orders of magnitude: of its own
+    z-scores a few would be so high that format "rdkv", which weighs tokens by them, gave all bits to those.
+
+    Deviation: the paper retains what is above one threshold for all layers and heads. Here a plan's format
+    and allocation share rows, and those of the presets give each head as many. The paper retains the system
+    prompt, too; here the sinks stand for it.
+
+    Attributes:
+        chunk_tokens, lead_tokens: c and l of `reconstruct`.
+        sinks: those are also the first tokens in the softmax of `reconstruct`.
+    """
+
+    observed_queries: ClassVar[int] = 0
+    scores_heads_apart: ClassVar[bool] = False
+    """The lead alone has the whole prompt, which it repeats after the pass."""
+    chunk_tokens: int
+    lead_tokens: int
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> ReconstructionScorer:
+        """From a plan's `Part.params`; raises as `read_params`."""
+        return cls(**read_params(RECONSTRUCTION, params, _RECONSTRUCTION_PARAMS), rows=rows)
+
+    def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        assert inputs.repeated is not None, "a scorer asks for a repetition that its caller has not run"
+        return _z_scores(inputs.repeated[:, begin:end].clamp_min(_LEAST_ATTENTION).log())
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiffScorer(_BetweenScorer):
+    """KeyDiff (Park et al. 2025): a token scores high if its key differs from most others. No query is read,
+    so the scores do not depend on the question, and they cost next to nothing.
+
+    `s_t = z(-cos(k_t, mean_i k_i / |k_i|))` for the tokens between the sinks and the recents, which score
+    +inf. Keys are post-RoPE, as they are stored; the mean is over all T of a head. z is the z-score per KV
+    head, population std, at least 1e-6; the order is that of the paper's scores.
+
+    Deviation: the paper evicts after each block of a long prompt, and protects no token. Here the whole
+    prompt is scored once.
+    """
+
+    observed_queries: ClassVar[int] = 0
+    scores_heads_apart: ClassVar[bool] = True
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> KeyDiffScorer:
+        """From a plan's `Part.params`; raises as `read_params`."""
+        return cls(**read_params("keydiff", params, _BETWEEN_PARAMS), rows=rows)
+
+    def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
+        directions = F.normalize(inputs.keys.float(), dim=2)
+        anchor = F.normalize(directions.mean(dim=1, keepdim=True), dim=2)
+        return _z_scores(-(directions[:, begin:end] @ anchor.mT)[:, :, 0])
+
+
 def _z_scores(scores: Tensor) -> Tensor:
     """Each head's scores in population standard deviations from their mean."""
     std, mean = torch.std_mean(scores, dim=1, correction=0, keepdim=True)
@@ -258,6 +354,8 @@ SCORERS: Mapping[str, ScorerFactory] = {
     "heavy_hitters": AccumulatedAttentionScorer.heavy_hitters,
     "accumulated_attention": AccumulatedAttentionScorer.from_params,
     "compactor": CompactorScorer.from_params,
+    RECONSTRUCTION: ReconstructionScorer.from_params,
+    "keydiff": KeyDiffScorer.from_params,
 }
 
 

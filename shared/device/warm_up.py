@@ -26,6 +26,7 @@ from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
@@ -87,7 +88,10 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
                 head_dim=spec.head_dim,
                 layers=spec.layers,
             )
-            resolved, tensors = compress_prompt(spec, resolved, pass_.layers, pass_.states)
+            layers = reconstruct(
+                model, resolved, pass_.layers, token_ids=token_ids.tolist(), states=pass_.states
+            )
+            resolved, tensors = compress_prompt(spec, resolved, layers, pass_.states)
         except Exception as error:
             if is_lost(error):
                 raise

@@ -112,7 +112,8 @@ def test_full_equals_transformers_generate(
 
 
 @pytest.mark.parametrize(
-    "method", ["rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft"]
+    "method",
+    [*("rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft"), "kvzip-rdkv", "keydiff"],
 )
 def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
     stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path, method: str

@@ -94,6 +94,7 @@ async def test_a_method_that_treats_keys_and_values_differently_is_refused_by_na
     refused = {name for name in PRESETS if name not in applicable}
     assert refused == {
         *("compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft", "rocketkv-kivi"),
+        *("kvzip-rdkv", "keydiff-rdkv"),
         *("rdkv", "rdkv-hsa", "think", "snapkv-think"),
     }
     for method in refused:

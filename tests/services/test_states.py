@@ -72,7 +72,10 @@ async def test_states_are_shipped_whole_beside_the_rows_of_layers_that_attend(pa
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("method", ["full", "snapkv", "rocketkv", "d2o", "compactor", "rdkv", "rdkv-draft"])
+@pytest.mark.parametrize(
+    "method",
+    [*("full", "snapkv", "rocketkv", "d2o", "compactor", "rdkv", "rdkv-draft"), "kvzip", "kvzip-rdkv"],
+)
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_turns_and_branches_at_their_ends_equal_the_one_process_conversation(
     pair: Pair, method: str

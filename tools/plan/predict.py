@@ -196,6 +196,8 @@ def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> _Re
     )
     prefill_s = machine.prefill_s(model, load.prompt_tokens)
     compress_s = machine.compress_s(plan, sizes, load.prompt_tokens)
+    if plan.repeats_prompt and sizes.method != "full" and machine.is_modelled:
+        compress_s += prefill_s  # the prompt is run once more
     s_per_byte = max(1 / deployment.link_bytes_per_s, machine.wire_s_per_byte)
     on_link_s = deployment.link_latency_s + sizes.shipped * s_per_byte
     # Layers are sent while later ones are computed: only what the link cannot keep up with, and the last

@@ -35,6 +35,7 @@ from kvferry.shared.compression.interface import (
 from kvferry.shared.compression.plan import (
     MEASURED_ALLOCATIONS,
     REBUDGET_TOKENS,
+    RECONSTRUCTION,
     Between,
     CompressionPlan,
     LayerPlan,
@@ -158,10 +159,10 @@ def check_generated(generated: Part, plan: CompressionPlan, fmt: type[LayerForma
             )
     scorer, size = _scorer_and_size(generated)
     read_params("generated tokens", {REBUDGET_TOKENS: size}, {REBUDGET_TOKENS: Between(1, _MOST_TOKENS)})
-    if make_scorer(scorer, rows=1).observed_queries is None:
+    if make_scorer(scorer, rows=1).observed_queries is None or scorer.name == RECONSTRUCTION:
         raise InvalidRequest(
-            f"scorer {scorer.name!r} needs the queries of all tokens; generated tokens go with one that "
-            "observes the last queries",
+            f"scorer {scorer.name!r} needs the queries of all tokens, or a prompt; generated tokens go with "
+            "one that observes the last queries",
             param="kv_compression",
         )
 

@@ -23,6 +23,7 @@ from kvferry.shared.compression.formats.packed import SEGMENTS, NaivePacked, Pac
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import (
     DRAFT_TOKENS,
+    RECONSTRUCTION,
     Allowed,
     CompressionPlan,
     LayerPlan,
@@ -41,7 +42,7 @@ from kvferry.shared.compression.rdkv.compress import (
 )
 from kvferry.shared.errors import InvalidRequest, KvferryError
 
-STANDARDISED = ("compactor",)
+STANDARDISED = ("compactor", RECONSTRUCTION, "keydiff")
 """Scorers whose scores are in standard deviations from their mean, as `score_weights` needs them."""
 _TOKENS_PER_BUDGET_TOKEN = 8
 """The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each, headers

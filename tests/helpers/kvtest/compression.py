@@ -71,7 +71,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> LayerInputs:
-    """Gaussian queries, K and V.
+    """Gaussian queries, K and V, and some attention that a repetition gives.
 
     Args: latent_dim: of latent rows, whose values are the keys' first channels.
     """
@@ -81,13 +81,15 @@ def make_inputs(
         return torch.randn(num_kv_heads, *shape, head_dim, generator=generator).to(dtype)
 
     queries, keys = rows(group_size, new_tokens or num_tokens), rows(num_tokens)
+    values = keys[..., :latent_dim] if latent_dim else rows(num_tokens)
     return LayerInputs(
         layer=0,
         queries=queries,
         keys=keys,
-        values=keys[..., :latent_dim] if latent_dim else rows(num_tokens),
+        values=values,
         scaling=head_dim**-0.5,
         unrotate=lambda keys: keys.float(),
+        repeated=torch.rand(num_kv_heads, num_tokens, generator=generator),
     )
 
 

@@ -25,6 +25,7 @@ from kvferry.shared.compression.formats.interface import Encoded
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, Part, is_measured, num_draft_tokens, plan_digest
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest, TicketIssued, TokenGenerated
 from kvferry.shared.errors import ProtocolMismatch, TransferFailed
@@ -86,16 +87,18 @@ class SmallModel:
         return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:]) @ self._head
 
     def prefill(self, token_ids, *, start, observer, states=None, num_queries=None):
-        """Args: num_queries: at least all; tokens after the first ones come one at a time."""
-        assert start == 0 or len(token_ids) == 1
+        """Args: num_queries: at least all."""
         hidden = self._embedding[token_ids] + self._positions[start : start + len(token_ids)]
         for layer in range(self.spec.num_layers):
             q, k, v = self._project(layer, hidden)
             q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
             if start:
                 k, v = (torch.cat(its, 1) for its in zip(observer.history(layer), (k, v), strict=True))
+            seen = None
+            if start and len(token_ids) > 1:
+                seen = torch.ones(len(token_ids), k.shape[1], dtype=torch.bool).tril(start)
             output = torch.nn.functional.scaled_dot_product_attention(
-                q, k[:, None], v[:, None], is_causal=not start, scale=0.4
+                q, k[:, None], v[:, None], attn_mask=seen, is_causal=not start, scale=0.4
             )
             observer.layer_done(layer, q, k, v, 0.4)
             hidden = hidden + output.permute(2, 0, 1, 3).reshape(len(token_ids), -1)
@@ -134,6 +137,7 @@ class PromptCache:
             self._model = model
             logits = model.prefill(torch.tensor(request.prompt_token_ids), start=0, observer=self)
             opening = self._opening(model, request)
+            self._inputs = reconstruct(model, self.resolved, self._inputs, token_ids=request.prompt_token_ids)
             if num_draft := num_draft_tokens(self.resolved):
                 draw = greedy(model.spec, num_draft) if request.num_siblings else opening.draw
                 self._inputs = run_draft(model, self._inputs, logits=logits, draw=draw).layers
@@ -547,6 +551,8 @@ MIXED = [
     {"prompt": [i * 19 % 50 for i in range(113)], "method": "compactor-rdkv", "tokens": 9, "max_tokens": 12},
     {"prompt": [i * 21 % 50 for i in range(123)], "method": "rdkv-union", "tokens": 9, "max_tokens": 12},
     {"prompt": [i * 22 % 50 for i in range(119)], "method": "rdkv-draft", "tokens": 9, "max_tokens": 12},
+    {"prompt": [i * 23 % 50 for i in range(121)], "method": "kvzip-rdkv", "tokens": 9, "max_tokens": 12},
+    {"prompt": [i * 24 % 50 for i in range(117)], "method": "keydiff", "tokens": 20, "max_tokens": 12},
     {"prompt": [i * 12 % 50 for i in range(133)], "overrides": {"wire_bits": 8}},
     {
         "prompt": [i * 14 % 50 for i in range(171)],

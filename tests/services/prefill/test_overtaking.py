@@ -32,15 +32,20 @@ def plan_for_method(method: str) -> CompressionPlan:
 class Overtaking:
     """Submits a short request when the long one is in a layer, and waits there until it is in the queue.
 
+    Args: at_tokens: of the pass in which it is, history among them; None: of any.
+
     Attributes:
         layers: (tokens, layer) of every layer, in the order in which the engine came to them.
         on_short: called in each layer of the short one.
     """
 
-    def __init__(self, harness: Harness, short: PrefillRequest, *, at_layer: int = 1) -> None:
+    def __init__(
+        self, harness: Harness, short: PrefillRequest, *, at_layer: int = 1, at_tokens: int | None = None
+    ) -> None:
         self._harness = harness
         self._short = short
         self._at_layer = at_layer
+        self._at_tokens = at_tokens
         self._loop = asyncio.get_running_loop()
         self.layers: list[tuple[int, int]] = []
         self.on_short: Callable[[int], None] = lambda layer: None
@@ -52,7 +57,7 @@ class Overtaking:
         self.layers.append((num_tokens, layer))
         if num_tokens == len(self._short.prompt_token_ids):
             self.on_short(layer)
-        elif layer == self._at_layer and not self.tasks:
+        elif layer == self._at_layer and self._at_tokens in (None, num_tokens) and not self.tasks:
             submitted = threading.Event()
             self._loop.call_soon_threadsafe(self._submit, submitted)
             assert submitted.wait(60)
@@ -86,7 +91,7 @@ async def test_a_short_prompt_overtakes_a_long_one_and_both_are_the_oracles(
     first, _ = await harness.run(long)
     await asyncio.gather(*overtaking.tasks)
     num_layers = harness.model.spec.num_layers
-    # a draft's tokens, if there is one, come after the prompt
+    # a draft's tokens or the prompt's repetition, if there is one, come after the prompt
     assert [its for its in overtaking.layers if its[0] in (LONG, SHORT)] == [
         (LONG, 0), (LONG, 1),
         *((SHORT, layer) for layer in range(num_layers)),
@@ -94,6 +99,25 @@ async def test_a_short_prompt_overtakes_a_long_one_and_both_are_the_oracles(
     ]  # fmt: skip
     assert list(harness.sink.ends) == [key_of(short), key_of(long)]
     assert first.queue_s > 0
+    for request in (long, short):
+        assert_is_the_oracles(harness, request)
+
+
+async def test_a_short_prompt_overtakes_one_that_is_being_repeated(harness: Harness) -> None:
+    plan = plan_for("kvzip", budget=Budget(tokens=64), overrides={"chunk_tokens": 300})
+    long, short = harness.request(make_prompt(LONG), plan=plan), harness.request(make_prompt(SHORT, seed=1))
+    overtaking = Overtaking(harness, short, at_tokens=LONG + 308)
+    await harness.run(long)
+    await asyncio.gather(*overtaking.tasks)
+    layers = range(harness.model.spec.num_layers)
+    assert overtaking.layers == [
+        *((num_tokens, layer) for num_tokens in (LONG, LONG + 300) for layer in layers),
+        *((LONG + 308, layer) for layer in layers[:2]),
+        *((SHORT, layer) for layer in layers),
+        *((LONG + 308, layer) for layer in layers[2:]),
+        *((LONG + 108, layer) for layer in layers),
+    ]
+    assert list(harness.sink.ends) == [key_of(short), key_of(long)]
     for request in (long, short):
         assert_is_the_oracles(harness, request)
 

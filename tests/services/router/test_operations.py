@@ -92,7 +92,10 @@ async def test_a_model_is_called_by_its_name_and_its_aliases(start_stack: Any) -
 @pytest.mark.parametrize(
     ("layer", "refused"),
     [
-        (LayerSpec(latent_dim=16), {"rdkv", "think", "compactor-rdkv", "rdkv-union", "rdkv-draft"}),
+        (
+            LayerSpec(latent_dim=16),
+            {*("rdkv", "think", "compactor-rdkv", "rdkv-union", "rdkv-draft"), "kvzip-rdkv", "keydiff-rdkv"},
+        ),
         (LayerSpec(has_plain_softmax=False), {"rdkv", "kivi", "h2o", "d2o"}),
     ],
     ids=["latent rows", "capped"],

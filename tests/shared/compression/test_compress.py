@@ -216,7 +216,9 @@ def test_selection_is_on_budget_unique_ascending_and_in_range(
 @pytest.mark.parametrize("method", method_names())
 def test_shipped_bytes_do_not_depend_on_max_tokens(method: str, budget: Budget) -> None:
     """A server does not know how long an answer will be; clients send 4,096 for a word."""
-    inputs = dataclasses.replace(make_inputs(300, 300, 2), unrotate=lambda keys: keys)
+    inputs = dataclasses.replace(
+        make_inputs(300, 300, 2), unrotate=lambda keys: keys, repeated=torch.rand(2, 300)
+    )
     plan = plan_for(method, budget=budget if plan_for(method).takes_budget else None)
     spec = make_spec(num_layers=1, num_kv_heads=2, head_dim=D)
     shipped = []

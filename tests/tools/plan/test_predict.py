@@ -130,6 +130,15 @@ def test_long_prompts_with_a_bound_on_tokens_want_disaggregation(llama: ModelCos
     assert _advice(deployed(llama), load).disaggregate
 
 
+def test_a_method_that_repeats_the_prompt_keeps_a_worker_busy_for_two_prompts(llama: ModelCost) -> None:
+    load = Workload(prompt_tokens=8192, answer_tokens=256, rate=0.1)
+    once, twice = (disaggregated(deployed(llama), plan_for(name), load) for name in ("keydiff", "kvzip"))
+    assert twice.prefill_s == once.prefill_s
+    assert twice.compress_s == pytest.approx(once.compress_s + once.prefill_s)
+    short = Workload(prompt_tokens=1, answer_tokens=2, rate=0.1)
+    assert disaggregated(deployed(llama), plan_for("kvzip"), short).compress_s == 0
+
+
 def test_prompts_stop_streams_where_one_worker_does_both(llama: ModelCost) -> None:
     load = Workload(prompt_tokens=8192, answer_tokens=256, rate=1.0)
     apart, alone = disaggregated(deployed(llama), FULL, load), together(deployed(llama), FULL, load)

@@ -17,7 +17,10 @@ PROMPT = list(range(20, 20 + 150)) * 2
 NUM_NEW = 3
 HEADERS = 2048
 """More than manifest, headers and end record of so few layers take, and less than a row of every layer."""
-CONTENT_DECIDES = ("rdkv", "rdkv-hsa", "compactor-rdkv", "rdkv-union", "rdkv-draft")
+CONTENT_DECIDES = (
+    *("rdkv", "rdkv-hsa", "compactor-rdkv", "rdkv-union", "rdkv-draft"),
+    *("kvzip-rdkv", "keydiff-rdkv"),
+)
 """Methods whose bytes are known only once a prompt is packed; the plan has the most that they may be."""
 
 

@@ -27,8 +27,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv, wire": ("snapkv", {"wire_bits": 4}),
     "full, wire": ("full", {"wire_bits": 8}),
 }
-TOGETHER = {"adakv", "random", "d2o", "rocketkv-d2o"}
-"""Heads share rows, are numbered, or layers share what all heads measure."""
+TOGETHER = {"adakv", "random", "d2o", "rocketkv-d2o", "kvzip", "kvzip-rdkv"}
+"""Heads share rows, are numbered, layers share what all heads measure, or the prompt is repeated."""
 
 
 def resolved_for(case: str) -> ResolvedPlan:

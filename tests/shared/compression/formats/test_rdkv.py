@@ -322,13 +322,17 @@ def test_bits_are_weighed_by_the_served_models_own_table() -> None:
         assert (fmt.settings.table == find_table("LLaMA-3.1-8B")) != own
 
 
-@pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union"])
+@pytest.mark.parametrize("method", ["compactor-rdkv", "rdkv-union", "kvzip-rdkv", "keydiff-rdkv"])
 @pytest.mark.parametrize(("num_tokens", "budget"), [(97, 6), (97, 60), (11, 1), (700, 9)])
-def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int, method: str) -> None:
+def test_a_scorers_scores_weigh_the_tokens(num_tokens: int, budget: int, method: str) -> None:
     """Also where every token may have bits, and `rows` is the whole prompt."""
     plan = plan_for(method, budget=Budget(tokens=budget), overrides={"rebudget_tokens": 0})
     resolved = resolve_plan(plan, num_prompt_tokens=num_tokens, max_new_tokens=5, num_layers=2, head_dim=8)
-    inputs = replace(make_inputs(num_tokens, num_tokens, 8, seed=budget), unrotate=lambda keys: keys.float())
+    inputs = replace(
+        make_inputs(num_tokens, num_tokens, 8, seed=budget),
+        unrotate=lambda keys: keys.float(),
+        repeated=torch.rand(2, num_tokens),
+    )
     (fmt, _) = formats_for(resolved, inputs)
     assert isinstance(fmt, Rdkv)
     assert plan.scorer is not None
@@ -336,7 +340,7 @@ def test_compactors_scores_weigh_the_tokens(num_tokens: int, budget: int, method
     queries, size = inputs.queries[:, :, -fmt.settings.window :], fmt.settings.kernel_size
     attention = token_weights(queries, inputs.keys, scaling=inputs.scaling, kernel_size=size)
     allocated = allocate(
-        score_weights(scores) if method == "compactor-rdkv" else joint_weights(attention, scores),
+        joint_weights(attention, scores) if method == "rdkv-union" else score_weights(scores),
         channel_weights(queries, inputs.keys),
         budget_tokens=budget,
         table=fmt.settings.table,
