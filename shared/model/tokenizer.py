@@ -90,7 +90,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTokenizer:
-        """Load from "demo", a folder or a hub id; no weights are read.
+        """Load that of a model, as `resolve_model_path` takes it; no weights are read.
 
         Raises:
             ConfigurationError: no tokenizer there.

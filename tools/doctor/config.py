@@ -18,7 +18,8 @@ class DoctorConfig(Settings):
 
     model: Annotated[str, MODEL] = Field(
         "demo",
-        description="local folder or Hugging Face id of the model to serve; its weights are not loaded",
+        description="local folder, GGUF file or Hugging Face id of the model to serve; its weights are not "
+        "loaded",
     )
     device: Annotated[str, MODEL] = Field("auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
     dtype: Annotated[str, MODEL] = Field(

@@ -11,7 +11,9 @@ from kvferry.shared.process.config import LogLevel, ServiceSettings
 class CalibrateConfig(ServiceSettings):
     """Options of both commands."""
 
-    model: str = Field("demo", description="local folder or hub id of the model; demo is the shipped one")
+    model: str = Field(
+        "demo", description="local folder, GGUF file or hub id of the model; demo is the shipped one"
+    )
     device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
     dtype: str = Field(
         "auto", description="auto (the model's own on CUDA, float32 on CPU), float32, float16, bfloat16"

@@ -29,6 +29,7 @@ from rich.progress import (
 
 from kvferry.shared.compression.curves import ModelCurves
 from kvferry.shared.compression.rdkv.epsilon import install_tables
+from kvferry.shared.model.checkpoint import GGUF_SUFFIX
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.command_line import option_name
@@ -105,7 +106,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
 def _model_folder(config: EvalConfig) -> str:
     """The model as `load_model` takes it; a training checkpoint is exported into the output folder first."""
     checkpoint = Path(config.model)
-    if not checkpoint.is_file():
+    if not checkpoint.is_file() or checkpoint.suffix == GGUF_SUFFIX:
         return config.model
     folder = Path(config.out) / "model"
     save_folder(load_network(checkpoint), folder)

@@ -16,8 +16,8 @@ class EvalConfig(PlanSettings):
 
     model: str = Field(
         "demo",
-        description="local folder or hub id of the model, or a checkpoint.pt of kvferry train-demo; demo is "
-        "the shipped one",
+        description="local folder, GGUF file or hub id of the model, or a checkpoint.pt of kvferry "
+        "train-demo; demo is the shipped one",
     )
     device: str = Field("auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N")
     dtype: str = Field(

@@ -18,7 +18,7 @@ class PlanConfig(PlanSettings):
     """Options of `kvferry plan`."""
 
     model: Annotated[str, MODEL] = Field(
-        "demo", description="folder with a config.json, hub id, or demo; no weights are read"
+        "demo", description="folder with a config.json, GGUF file, hub id, or demo; no weights are read"
     )
     plan_dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], MODEL] = Field(
         "auto",
@@ -63,7 +63,7 @@ class CalibrateMachineConfig(Settings):
     """Options of `kvferry calibrate machine`."""
 
     model: Annotated[str, MODEL] = Field(
-        "demo", description="local folder or hub id of the model; demo is the shipped one"
+        "demo", description="local folder, GGUF file or hub id of the model; demo is the shipped one"
     )
     device: Annotated[str, MODEL] = Field(
         "auto", description="auto (CUDA where there is one), cpu, cuda, cuda:N"

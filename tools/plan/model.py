@@ -45,7 +45,7 @@ def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
     """The costs of a model.
 
     Args:
-        path_or_id: "demo", a folder with a config.json, or a hub id.
+        path_or_id: as `resolve_model_path` takes it; a folder needs no weights.
         dtype: of weights, K and V; None: the checkpoint's own.
     Raises:
         ConfigurationError: there is no such model.

@@ -227,7 +227,9 @@ def test_a_gated_model_says_how_to_get_access(hub: Hub, client: Client) -> None:
 
 def test_an_unknown_id_says_to_check_it(hub: Hub, client: Client) -> None:
     assert f"{hub.url} has no such model, or a private one; check the id" in client.refusal("org/none")
-    assert "it must be 'demo', a folder that exists, or a hub id" in client.refusal("not a hub id")
+    assert "must be 'demo', 'smollm2', a folder or GGUF file that exists, or a hub id" in client.refusal(
+        "not an id"
+    )
 
 
 def test_without_network_the_cache_is_used_and_else_the_network_is_named(

@@ -190,6 +190,18 @@ def test_a_training_checkpoint_is_judged_as_the_model_exported_from_it(
     assert "| task | 256 |" in (tmp_path / "out" / "results.md").read_text()
 
 
+def test_a_gguf_file_is_a_model_and_no_training_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["eval", "--model", str(tmp_path / "broken.gguf"), "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert "broken.gguf' is no whole GGUF file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
