@@ -66,12 +66,12 @@ def losses(experiment: Experiment, fingerprint: str, records: Mapping[Key, Recor
                     cell = (setting, unit.num_tokens, task, contender.method, contender.budget)
                     found.setdefault(cell, []).append((reference, record))
     return tuple(
-        _loss(pairs, setting, num_tokens, task, method, budget)
+        paired_loss(pairs, setting, num_tokens, task, method, budget)
         for (setting, num_tokens, task, method, budget), pairs in found.items()
     )
 
 
-def _loss(
+def paired_loss(
     pairs: Sequence[tuple[Record, Record]],
     setting: Setting,
     num_tokens: int,
@@ -79,6 +79,7 @@ def _loss(
     method: str,
     budget: str,
 ) -> Loss:
+    """Return a contender's loss. Args: pairs: the full cache's record and its own of each question."""
     scores = [(_score(full), _score(record)) for full, record in pairs]
     lost = [max(0.0, full - score) / full for full, score in scores if full]
     lowest, highest = paired_interval(lost)

@@ -96,6 +96,7 @@ class TurnScore:
             none does; None in records that were made before this was recorded.
         kl: of each of those tokens, in nats, the divergence of the distribution here from the full cache's,
             D(full || here); empty in records that were made before this was recorded.
+        tokens: the greedy answer's ids, its end token included; empty as above.
     """
 
     exact: bool
@@ -106,6 +107,7 @@ class TurnScore:
     scores: Mapping[str, float] = field(default_factory=dict)
     num_same: int | None = None
     kl: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class RecordFile:
         lines = self._path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, 1):
             try:
-                record = _record(json.loads(line))
+                record = read_record(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 if number == len(lines):
                     break
@@ -173,8 +175,12 @@ class RecordFile:
             self.records[record.key] = record
 
 
-def _record(line: dict[str, Any]) -> Record:
+def read_record(line: dict[str, Any]) -> Record:
+    """Return the record of a line. Raises: ValueError, TypeError or KeyError: it is none of this format."""
     if line.pop("format") != FORMAT:
         raise ValueError("format")
-    turns = tuple(TurnScore(**{**turn, "kl": tuple(turn.get("kl", ()))}) for turn in line.pop("turns"))
+    turns = tuple(
+        TurnScore(**{**turn, **{name: tuple(turn.get(name, ())) for name in ("kl", "tokens")}})
+        for turn in line.pop("turns")
+    )
     return Record(key=Key(**line.pop("key")), turns=turns, **line)

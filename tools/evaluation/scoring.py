@@ -92,6 +92,7 @@ class AnswerScorer:
                     scores={} if reference is None else {reference.score: reference(text)},
                     num_same=[*same, False].index(False),
                     kl=tuple(float(f"{kl:.3g}") for kl in compared[i].kl),
+                    tokens=answer,
                 )
             )
         return scores, answers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.collection import write_collection, write_lines
 
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
@@ -21,7 +21,6 @@ from kvferry.tools.evaluation.losses import ALL_TASKS, losses
 from kvferry.tools.evaluation.records import Record
 from kvferry.tools.evaluation.runner import UnitRunner
 from kvferry.tools.oracle import OneProcessGenerator
-from kvferry.tools.recall.tasks import TASKS
 
 REAL = Path(__file__).parents[3] / "benchmarks" / "real"
 
@@ -104,32 +103,7 @@ def test_a_fact_is_right_where_all_its_words_stand_in_the_answer(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two documents in the demo model's words, and four questions about them."""
-    questions = []
-    (tmp_path / "documents").mkdir()
-    for number in range(2):
-        example = TASKS["single_needle"].example(num_tokens=400, seed=number)
-        question = str(example.messages[-1]["content"]).removeprefix(example.document).strip()
-        sentences = example.document.replace(" . ", " .\n")
-        (tmp_path / "documents" / f"{number}.txt").write_text(sentences, encoding="utf-8")
-        (needle,) = (line for line in sentences.splitlines() if f" {example.answer} " in f" {line} ")
-        for task in ("fact", "two_hops"):
-            questions.append(
-                {
-                    "task": task,
-                    "document": str(number),
-                    "question": question,
-                    "answers": [example.answer],
-                    "evidence": [needle],
-                }
-            )
-    write(tmp_path / "documents.jsonl", ({"name": str(n), "title": "it", "kind": str(n)} for n in range(2)))
-    write(tmp_path / "questions.jsonl", questions)
-    return tmp_path
-
-
-def write(path: Path, records: Iterable[object]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return write_collection(tmp_path / "collection")
 
 
 def measure(
@@ -162,7 +136,7 @@ def test_a_document_that_is_run_once_gives_each_question_what_its_own_run_gives(
     assert sum(run > 200 for run in runs) == 2  # one for each document
     examples = shared.data["fact", 512]
     single = folder / "single.jsonl"
-    write(
+    write_lines(
         single,
         (
             {
@@ -214,7 +188,7 @@ def test_divergence_is_nothing_for_the_full_cache_and_something_for_a_random_one
 )
 def test_a_wrong_question_is_refused_by_its_line(folder: Path, record: dict[str, str], message: str) -> None:
     questions = lines(folder / "questions.jsonl")
-    write(folder / "questions.jsonl", [*questions, {**questions[0], **record}])
+    write_lines(folder / "questions.jsonl", [*questions, {**questions[0], **record}])
     with pytest.raises(ConfigurationError, match=message):
         read_collection(folder, lengths=(512,), count_tokens=count_words)
 
