@@ -332,8 +332,9 @@ class OneProcessGenerator:
             tokens.append(sampler.sample(logits))
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         decode = OracleDecode(spec, measured, compressed)
-        for number, its in enumerate(drafted.tokens[: most - 1] if drafted is not None else ()):
-            decode.append(drafted.layers, number, its.states)
+        if drafted is not None:
+            for number, its in enumerate(drafted.tokens[: most - 1]):
+                decode.append(drafted.layers, number, its.states)
         del tokens[most:]
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
             logits = self._model.decode(

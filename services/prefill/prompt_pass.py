@@ -329,8 +329,8 @@ class PromptPass:
             states = self._draft(logits)
         self._states = {}
         self._open(self._plan if self._continues else allocate_waiting(self._plan, self._waiting))
-        for layer, state in states.items():
-            self._ship_state(layer, state)
+        for number, state in states.items():
+            self._ship_state(number, state)
         self._waiting.reverse()
         while self._waiting:
             self._job.check_cancelled()

@@ -84,7 +84,7 @@ class Rdkv(PackedFormat):
                 "has no scorer, so attention alone weighs its tokens",
                 param="kv_compression.with_attention",
             )
-        drafted, segment = part.params.get(DRAFT_TOKENS, 0), part.params["rebudget_tokens"]
+        drafted, segment = int(part.params.get(DRAFT_TOKENS, 0)), int(part.params["rebudget_tokens"])
         if 0 < segment < drafted:
             raise InvalidRequest(
                 f"rebudget_tokens of format 'rdkv' is {segment}; it must be 0, or at least the "

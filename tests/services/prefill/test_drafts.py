@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,13 +48,14 @@ async def test_a_draft_and_one_more_token_are_drawn(harness: Harness, max_tokens
 
 @pytest.mark.parametrize("at", [0, 3, 7])
 async def test_nothing_is_drawn_after_the_end_of_the_completion(
-    harness: Harness, demo_model_dir: Any, at: int
+    harness: Harness, demo_model_dir: Path, at: int
 ) -> None:
     every = await drawn(harness)
     first = every.index(every[at])
     assert await drawn(harness, stop_token_ids=(every[at],)) == every[: first + 1]
-    harness.service._config.model = str(demo_model_dir)
-    text = ChatTokenizer.load(str(demo_model_dir)).decode([every[at]]).strip()
+    tokenizer = ChatTokenizer.load(demo_model_dir)
+    harness.service._tokenizer = lambda: tokenizer  # a service's is its checkpoint's
+    text = tokenizer.decode([every[at]]).strip()
     if text:
         stopped = await drawn(harness, stop=(text,))
         assert stopped == every[: len(stopped)]

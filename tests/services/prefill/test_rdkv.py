@@ -49,7 +49,8 @@ async def test_a_prompts_tensors_are_those_of_one_process(
     request = harness.request(make_prompt(331), plan=plan)
     first, done = await harness.run(request)
     assert first.method == method
-    assert sum(done.bytes_by_kind.values()) < first.full_bytes
+    if not skip_layers:  # rows are shipped as they are computed, and counted as in the checkpoint
+        assert sum(done.bytes_by_kind.values()) < first.full_bytes
     assert_tensors_are_the_oracles(harness, request, done)
 
 

@@ -151,7 +151,7 @@ async def test_lost_workers_repeat_neither_admission_nor_tokens(
     events = [event async for event in turn.events()]
     assert sum(isinstance(event, Admitted) for event in events) == 1
     assert [event.token_id for event in events if isinstance(event, SampledToken)] == expected(workers)
-    assert turn.stats.replays == 2
+    assert turn.stats.replays == (1 if num_drafted else 2)  # the rest of the answer is then drafted
     assert turn.stats.token_ids == expected(workers)
 
 
