@@ -28,6 +28,7 @@ from kvferry.shared.compression.plan import (
     CompressionPlan,
     ResolvedPlan,
     num_draft_tokens,
+    repeats_prompt,
     sharing_layers,
 )
 from kvferry.shared.compression.reconstruct import reconstruct
@@ -39,7 +40,7 @@ from kvferry.shared.sampling.grammar import TokenMatcher
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.oracle_decode import LayerKV, OracleDecode
-from kvferry.tools.oracle_prefill import OraclePrefill, PassStates, States
+from kvferry.tools.oracle_prefill import Capture, OraclePrefill, PassStates, States
 
 
 @dataclass(kw_only=True)
@@ -117,34 +118,6 @@ class CapturedPrompt:
             if (new := inputs.queries.shape[2])
         )
         return replace(self, layers=layers)
-
-
-class _Capture:
-    """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        earlier: CapturedPrompt | None,
-        num_reused: int,
-        question: Question | None,
-    ) -> None:
-        self._model = model
-        self._earlier = earlier
-        self._num_reused = num_reused
-        self._question = question
-        self.layers: list[LayerInputs] = []
-
-    def history(self, layer: int) -> LayerKV | None:
-        if self._earlier is None or self._num_reused == 0:
-            return None
-        inputs = self._earlier.layers[layer]
-        return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
-
-    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        pre_rope_keys = self._model.pre_rope_keys
-        inputs = LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling, self._question)
-        self.layers.append(inputs)
 
 
 class Continuation:
@@ -372,7 +345,7 @@ class OneProcessGenerator:
         reused = _common_prefix(list(earlier.token_ids), prompt_token_ids) if earlier else 0
         if earlier is not None and earlier.states and reused < len(earlier.token_ids):
             reused = 0  # a state has no prefix
-        observer = _Capture(self._model, earlier, reused, question)
+        observer = Capture(self._model, earlier, reused, question)
         states = PassStates(earlier.states if earlier is not None and reused else {})
         new_ids = torch.tensor(prompt_token_ids[reused:], device=self._model.device)
         logits = self._model.prefill(new_ids, start=reused, observer=observer, states=states)
@@ -409,6 +382,8 @@ class OneProcessGenerator:
         )
         drafted = self._drafted(captured, min(num_draft_tokens(resolved), max_new_tokens - 1))
         layers = captured.layers if drafted is None else drafted.layers
+        if repeats_prompt(resolved):
+            layers = self._repeated(captured, resolved, layers)
         measured, compressed = compress_prompt(spec, resolved, layers, captured.states)
         return Continuation(self._model, measured, compressed, drafted)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.question import Question
 from kvferry.tools.oracle_decode import LayerKV
 
+if TYPE_CHECKING:
+    from kvferry.tools.oracle import CapturedPrompt
+
 States = dict[int, Tensors]
 """Layers' states by layer, of one sequence."""
 
@@ -44,6 +48,34 @@ class PassStates:
 
     def store(self, layer: int, state: Tensors) -> None:
         self.after[layer] = {name: its[0].clone() for name, its in state.items()}
+
+
+class Capture:
+    """Records each layer's inputs, and gives the model the K and V of an earlier capture."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        earlier: CapturedPrompt | None,
+        num_reused: int,
+        question: Question | None,
+    ) -> None:
+        self._model = model
+        self._earlier = earlier
+        self._num_reused = num_reused
+        self._question = question
+        self.layers: list[LayerInputs] = []
+
+    def history(self, layer: int) -> LayerKV | None:
+        if self._earlier is None or self._num_reused == 0:
+            return None
+        inputs = self._earlier.layers[layer]
+        return inputs.keys[:, : self._num_reused], inputs.values[:, : self._num_reused]
+
+    def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
+        pre_rope_keys = self._model.pre_rope_keys
+        inputs = LayerInputs.of(pre_rope_keys, layer, queries, keys, values, scaling, self._question)
+        self.layers.append(inputs)
 
 
 class OraclePrefill:

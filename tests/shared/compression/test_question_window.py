@@ -185,7 +185,8 @@ def test_a_draft_follows_the_prompts_last_query_not_the_questions() -> None:
     inputs = replace(make_inputs(90, head_dim=DIM), question=asked(13, 4))
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(2, 2, 3, DIM, generator=generator)
-    inputs = replace(inputs, ahead=Ahead(queries=queries, keys=torch.randn(2, 3, DIM, generator=generator)))
+    keys, values = torch.randn(2, 2, 3, DIM, generator=generator).unbind()
+    inputs = replace(inputs, ahead=Ahead(queries=queries, keys=keys, values=values))
     settings = rdkv_of("rdkv-draft", inputs).settings
     found = allocate_layer(settings, inputs)
     changed = inputs.queries.clone()
