@@ -84,7 +84,7 @@ class RouterConfig(StoredSettings):
     )
     metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
-        description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
+        description="who may read /metrics: anyone, holders of a key, or auto (open on loopback)",
     )
 
     default_method: Annotated[str, COMPRESSION] = Field(
