@@ -203,6 +203,10 @@ class RouterConfig(StoredSettings):
         return bool(split_list(self.api_keys) or self.api_keys_file)
 
     @property
+    def http_scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
+
+    @property
     def is_loopback(self) -> bool:
         """Whether the HTTP server is reachable from this machine only."""
         host, _ = parse_address("listen", self.listen)
