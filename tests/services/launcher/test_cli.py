@@ -27,6 +27,17 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, run("--version").stdout)
+
+
 def test_unknown_variable_ends_a_service_with_code_2_and_a_suggestion() -> None:
     done = run("decode", KVFERRY_ARENA_BYTE="1")
     assert done.returncode == 2
