@@ -24,9 +24,9 @@ Made by `docs/make_api.py` from the routes' types and `proto/control.proto`; a t
 The running server has the HTTP part at `/openapi.json`, and as a page at `/docs`.
 
 Errors have OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, and Anthropic's below
-`/v1/messages`. With keys configured, every path but `/health` and `/ready` wants `Authorization: Bearer KEY`
-or `X-API-Key: KEY`; `/metrics`, `/`, `/example`, `/docs` and
-`/openapi.json` follow `--metrics-access`. `X-Request-ID` is honoured and echoed; `traceparent` is continued.
+`/v1/messages`. With keys configured, every path wants `Authorization: Bearer KEY` or `X-API-Key: KEY`,
+but for `/health`, `/ready` and the pages `/`, `/example`, `/docs` and `/openapi.json`; `/metrics`
+follows `--metrics-access`. `X-Request-ID` is honoured and echoed; `traceparent` is continued.
 """
 _MESSAGE = re.compile(r"^(message|enum|service) (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 

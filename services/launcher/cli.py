@@ -18,8 +18,10 @@ from cyclopts import App, Parameter
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.launcher.config import HIDDEN_FROM_SERVE, ServeConfig
+from kvferry.services.launcher.other_servers import as_ours
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.command_line import CommandLine, run_app
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
@@ -48,7 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The first process of a container has no default actions: the kernel drops what it has no handler for.
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
-    run_app(app, sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["serve"]:
+        try:
+            ours, notes = as_ours(given[1:])
+        except ConfigurationError as error:
+            sys.stderr.write(f"kvferry serve: {error.message}\n")
+            raise SystemExit(2) from None
+        sys.stderr.write("".join(f"kvferry serve: {note}\n" for note in notes))
+        given = ["serve", *ours]
+    run_app(app, given)
 
 
 # A command imports what it runs when it runs: `kvferry --help` should not wait for torch.

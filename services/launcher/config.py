@@ -55,6 +55,10 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         2.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
 
+    def _workers_listen(self) -> dict[str, str]:
+        # `listen` is the router's, which has keys; what workers say to one another stays on this machine
+        return {name: getattr(self, name) for name in ("prefill_metrics_listen", "decode_metrics_listen")}
+
     @model_validator(mode="after")
     def _has_processes_for_ranks(self) -> Self:
         if self.in_process and self.tensor_parallel > 1:
@@ -72,8 +76,6 @@ HIDDEN_FROM_SERVE = frozenset(
         "decode_workers",
         "metrics_listen",
         "prefill_workers",
-        "tls_cert",
-        "tls_key",
         "worker_metrics",
     }
 )

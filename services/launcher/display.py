@@ -32,9 +32,15 @@ class Display:
             yield
 
     def ready(
-        self, model: str, addresses: Mapping[str, str], *, needs_key: bool, with_certs: bool = False
+        self,
+        model: str,
+        addresses: Mapping[str, str],
+        *,
+        needs_key: bool,
+        with_certs: bool = False,
+        scheme: str = "http",
     ) -> None:
-        base = f"http://{reachable(addresses['address'])}"
+        base = f"{scheme}://{reachable(addresses['address'])}"
         self._line(f"kvferry {VERSION} serves {model}", style="bold green")
         self._line(f"  API      {base}/v1")
         self._line(f"  metrics  {base}/metrics (router; with ?all=1 the workers' too)")

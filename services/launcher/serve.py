@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from typing import TYPE_CHECKING
 
 import httpx
@@ -45,7 +46,13 @@ async def serve(config: ServeConfig) -> int:
             await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             model = starting.result()
-            display.ready(model, stack.addresses, needs_key=config.has_keys, with_certs=bool(config.certs))
+            display.ready(
+                model,
+                stack.addresses,
+                needs_key=config.has_keys,
+                with_certs=bool(config.certs),
+                scheme=config.http_scheme,
+            )
             # Written last, so that everything is printed when the file appears.
             announce_ready(config.ready_file, {"service": "serve", "model": model, **stack.addresses})
             await stopped
@@ -74,8 +81,10 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
             await stack.start()
             keys = split_list(config.api_keys)
             headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-            base_url = f"http://{reachable(stack.addresses['address'])}"
-            async with httpx.AsyncClient(base_url=base_url, headers=headers, trust_env=False) as client:
+            base_url = f"{config.http_scheme}://{reachable(stack.addresses['address'])}"
+            async with httpx.AsyncClient(
+                base_url=base_url, headers=headers, trust_env=False, verify=_own_certificate(config)
+            ) as client:
                 await _until_ready(client)
                 models = await client.get("/v1/models", timeout=None)  # may try out what the model can do
                 if models.status_code == httpx.codes.UNAUTHORIZED and config.api_keys_file:
@@ -83,6 +92,16 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
                 return str(models.raise_for_status().json()["data"][0]["id"])
     except TimeoutError:
         raise DeadlineExceeded(f"the services were not ready after {config.start_timeout_s:g} s") from None
+
+
+def _own_certificate(config: ServeConfig) -> ssl.SSLContext | bool:
+    """Trust in the certificate that is served, whatever name and whoever's signature it has."""
+    if not config.tls_cert:
+        return False
+    context = ssl.create_default_context(cafile=config.tls_cert)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 async def _until_ready(client: httpx.AsyncClient) -> None:

@@ -44,6 +44,7 @@ from kvferry.services.router.sessions.redis_store import RedisSessionStore
 from kvferry.services.router.sessions.store import SessionStore
 from kvferry.services.router.turn.readiness import Readiness
 from kvferry.services.router.turn.runner import BackgroundTasks, TurnRunner
+from kvferry.services.router.turn.vllm_metrics import VllmMetrics
 from kvferry.services.router.turn.worker_pool import WorkerPool
 from kvferry.shared.control.calls import DecodeControl, PrefillControl
 from kvferry.shared.errors import ConfigurationError, KvferryError, Overloaded
@@ -114,6 +115,7 @@ def create_app(
         drain=drain,
     )
     metrics.ready.set_function(lambda: float(readiness.problem() is None))
+    metrics.registry.register(VllmMetrics(metrics, decode))
     key_file = KeyFile(Path(config.api_keys_file)) if config.api_keys_file else None
     limits = KeyLimits(key_file, redis_url=config.history_redis) if key_file is not None else None
     services = Services(

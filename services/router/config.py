@@ -85,7 +85,7 @@ class RouterConfig(StoredSettings):
     )
     metrics_access: Annotated[Literal["auto", "open", "key"], ACCESS] = Field(
         "auto",
-        description="who may read /metrics and /: anyone, holders of a key, or auto (open on loopback)",
+        description="who may read /metrics: anyone, holders of a key, or auto (open on loopback)",
     )
 
     default_method: Annotated[str, COMPRESSION] = Field(
@@ -202,6 +202,10 @@ class RouterConfig(StoredSettings):
     @property
     def has_keys(self) -> bool:
         return bool(split_list(self.api_keys) or self.api_keys_file)
+
+    @property
+    def http_scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
 
     @property
     def is_loopback(self) -> bool:

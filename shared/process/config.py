@@ -168,14 +168,15 @@ class WorkerSettings(TracedSettings):
 
     @model_validator(mode="after")
     def _is_encrypted_beyond_loopback(self) -> Self:
-        if self.certs or self.insecure:
-            return self
-        blocks = self.block_listen.removeprefix("tcp://")
-        addresses = {"listen": self.listen, "block_listen": blocks, "metrics_listen": self.metrics_listen}
-        for option, address in addresses.items():
+        for option, address in {} if self.certs or self.insecure else self._workers_listen().items():
             if not (address.startswith("ipc://") or is_loopback(parse_address(option, address)[0])):
                 raise ValueError(
                     f"{option} is {getattr(self, option)!r}, which other machines may reach, and there are "
                     "no certs; make them with kvferry certs, listen on 127.0.0.1, or set insecure"
                 )
         return self
+
+    def _workers_listen(self) -> dict[str, str]:
+        """Where workers listen, by option; each is a host:port, or an ipc:// path."""
+        blocks = self.block_listen.removeprefix("tcp://")
+        return {"listen": self.listen, "block_listen": blocks, "metrics_listen": self.metrics_listen}

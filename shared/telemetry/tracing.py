@@ -20,7 +20,7 @@ a request:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from opentelemetry import context as otel_context
@@ -113,6 +113,20 @@ def fail(error: BaseException) -> None:
     request."""
     text = f"{type(error).__name__}: {error.reason}" if isinstance(error, InvalidRequest) else str(error)
     trace.get_current_span().set_status(Status(StatusCode.ERROR, text))
+
+
+def answered(model: str, *, input_tokens: int, output_tokens: int, finish_reasons: Sequence[str]) -> None:
+    """Give the current span what OpenTelemetry's conventions for generative AI say of a completion."""
+    trace.get_current_span().set_attributes(
+        {
+            "gen_ai.provider.name": "kvferry",
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": list(finish_reasons),
+            "gen_ai.usage.input_tokens": input_tokens,
+            "gen_ai.usage.output_tokens": output_tokens,
+        }
+    )
 
 
 @contextmanager

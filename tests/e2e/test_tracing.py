@@ -71,6 +71,14 @@ def test_a_turn_is_one_trace_with_a_span_for_each_stage(traced, collector, make_
         ("return history", "Decode/Generate"),
     }
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano > 0 for _, span in spans)
+    (asked,) = (span for _, span in spans if span.name == root)
+    told = {item.key: item.value for item in asked.attributes}
+    usage = answer.json()["usage"]
+    assert told["gen_ai.response.model"].string_value == "demo"
+    assert told["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
+    assert told["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"] == 4
+    (reason,) = told["gen_ai.response.finish_reasons"].array_value.values
+    assert reason.string_value == "length"
 
 
 def test_a_refused_request_is_a_failed_span(traced, collector):

@@ -43,7 +43,7 @@ unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
 
 
 def _check_access(request: Request, services: Shared) -> None:
-    """Pages and metrics are open, or need a key, as the options say."""
+    """Metrics are open, or need a key, as the options say. Pages, which tell nothing of anybody, are open."""
     if not services.config.metrics_are_open:
         request.app.state.auth.owner(request.headers, "metrics")
 
@@ -142,23 +142,23 @@ async def get_metrics(services: Shared, all: str = "0") -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@restricted.get("/", summary="The playground page", **_text("text/html"))
+@unkeyed.get("/", summary="The playground page", **_text("text/html"))
 async def get_playground() -> Response:
     return page_response("playground")
 
 
-@restricted.get("/example", summary="A request that shows compression")
+@unkeyed.get("/example", summary="A request that shows compression")
 async def get_example(services: Shared) -> Example:
     example: Example = json.loads(DEMO_EXAMPLE.read_text("utf-8"))
     return {**example, "model": services.runner.model().name}
 
 
-@restricted.get("/openapi.json", summary="This description")
+@unkeyed.get("/openapi.json", summary="This description")
 async def get_openapi(request: Request) -> Response:
     return JSONResponse(request.app.openapi())
 
 
-@restricted.get("/docs", summary="This description as a page", **_text("text/html"))
+@unkeyed.get("/docs", summary="This description as a page", **_text("text/html"))
 async def get_docs() -> Response:
     return page_response("docs")
 

@@ -38,6 +38,7 @@ from kvferry.shared.errors import KvferryError, Overloaded, StoreUnavailable
 from kvferry.shared.model.chat_template import ChatMessage
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SampledToken, SamplingParams
+from kvferry.shared.telemetry.tracing import answered
 
 
 class CompletionEnd(TypedDict):
@@ -352,8 +353,15 @@ class Completion:
         metrics.prompt_tokens.labels(model=model).inc(self.num_prompt_tokens)
         if reused := first.reused_tokens:
             metrics.prompt_tokens_reused.labels(model=model, source=first.reuse_source).inc(reused)
-        for choice in self.choices:
-            metrics.request_success.labels(model=model, finish_reason=choice.turn.finish_reason).inc()
+        reasons = [str(choice.turn.finish_reason) for choice in self.choices]
+        for reason in reasons:
+            metrics.request_success.labels(model=model, finish_reason=reason).inc()
+        answered(
+            model,
+            input_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_completion_tokens,
+            finish_reasons=reasons,
+        )
         self.timer.finished(first.method)
         self._close(CompletionEnd(usage=self.usage(), kv=self.kv()))
 

@@ -32,7 +32,8 @@ Parameters = Annotated[
 
 
 class KvCompression(StrictModel):
-    """A request's own compression: a method, at most one budget, and values for parameters of the method."""
+    """A request's own compression: a method, at most one budget, and values for parameters of the method.
+    A text is the method alone."""
 
     method: str | None = None
     token_budget: Annotated[int, Range(1, INT31)] | None = None
@@ -40,6 +41,11 @@ class KvCompression(StrictModel):
     retention: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
     quality: Annotated[float, Range(0, 1, excludes_low=True)] | None = None
     parameters: Parameters | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, given: object) -> object:
+        return {"method": given} if isinstance(given, str) else given
 
     _one_budget = model_validator(mode="after")(at_most_one("token_budget", "retention", "quality"))
 

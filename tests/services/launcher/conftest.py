@@ -35,7 +35,12 @@ class Served:
 
     @property
     def url(self) -> str:
-        return f"http://{self.ready['address']}"
+        return f"http://{self.address}"
+
+    @property
+    def address(self) -> str:
+        """Where this machine reaches it."""
+        return self.ready["address"].replace("0.0.0.0", "127.0.0.1")
 
     @property
     def output(self) -> str:
@@ -54,7 +59,7 @@ Serve = Callable[..., AbstractContextManager[Served]]
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """`serve(*options)`: a context manager; the stack is ready inside it and stopped after it.
+    """`serve(*options, listen=...)`: a context manager; the stack is ready inside it and stopped after it.
 
     Services get more time to stop than by default, because the machine may be busy with other tests.
     """
@@ -66,14 +71,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     )
 
     @contextlib.contextmanager
-    def serving(*options: str) -> Iterator[Served]:
+    def serving(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Served]:
         folder = tmp_path_factory.mktemp("serve")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", command),
-                    *("serve", "--listen", "127.0.0.1:0", "--threads", "1", "--arena-bytes", str(64 << 20)),
+                    *("serve", "--listen", listen, "--threads", "1", "--arena-bytes", str(64 << 20)),
                     *("--ready-file", str(folder / "ready"), *options),
                 ],
                 env=clean,

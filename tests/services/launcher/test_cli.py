@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from kvferry.services.launcher import cli
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ServeConfig
@@ -24,6 +25,17 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, run("--version").stdout)
 
 
 def test_unknown_variable_ends_a_service_with_code_2_and_a_suggestion() -> None:
@@ -159,6 +171,16 @@ def test_every_option_is_described_and_has_a_default(config: type[ServeConfig]) 
     for name, field in config.model_fields.items():
         assert field.description, name
         assert not field.is_required(), name
+
+
+def test_a_server_with_keys_may_be_published_without_certs_of_workers() -> None:
+    assert ServeConfig(listen="0.0.0.0:8000", api_keys="a").listen == "0.0.0.0:8000"
+    with pytest.raises(ValidationError, match="api_keys or api_keys_file"):
+        ServeConfig(listen="0.0.0.0:8000")
+    with pytest.raises(
+        ValidationError, match=r"prefill_metrics_listen is '0\.0\.0\.0:9101', which other machines"
+    ):
+        ServeConfig(prefill_metrics_listen="0.0.0.0:9101")
 
 
 def test_serve_listens_where_the_router_would() -> None:

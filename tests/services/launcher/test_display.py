@@ -17,10 +17,10 @@ ADDRESSES = {
 }
 
 
-def shown(*, needs_key: bool = False, with_certs: bool = False) -> str:
+def shown(*, needs_key: bool = False, with_certs: bool = False, scheme: str = "http") -> str:
     stream = io.StringIO()
     Display(Console(file=stream, width=40, highlight=False)).ready(
-        "demo", ADDRESSES, needs_key=needs_key, with_certs=with_certs
+        "demo", ADDRESSES, needs_key=needs_key, with_certs=with_certs, scheme=scheme
     )
     return stream.getvalue()
 
@@ -31,6 +31,7 @@ def test_all_addresses_are_shown_as_this_machine_reaches_them() -> None:
     assert "http://127.0.0.1:9101/metrics (prefill)" in text
     assert "http://127.0.0.1:9102/metrics (decode)" in text
     assert "https://127.0.0.1:9102/metrics (decode)" in shown(with_certs=True)
+    assert "https://127.0.0.1:8000/v1\n" in shown(scheme="https")
 
 
 def test_curl_line_is_one_whole_line_however_narrow_the_terminal() -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvtest.processes import is_running
 
 from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
+from kvferry.tools.certs import make_certs
 from kvferry.tools.evaluation.epsilon import save_table
 
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()")
@@ -96,16 +98,34 @@ def test_one_process_serves_the_same(serve: Any) -> None:
         assert served.stop(signal.SIGINT) == 0
 
 
-def test_settings_reach_the_services_and_nothing_outlives_a_killed_launcher(serve: Any) -> None:
-    with serve("--api-keys", "sk-one", "--model-name", "tiny", "--max-model-len", "300") as served:
-        assert ask(served.url).status_code == 401
-        models = httpx.get(
-            f"{served.url}/v1/models",
-            headers={"Authorization": "Bearer sk-one"},
-            timeout=30,
-            trust_env=False,
-        ).json()
+def test_settings_reach_the_services_and_nothing_outlives_a_killed_launcher(
+    serve: Any, tmp_path: Path
+) -> None:
+    """With keys and TLS a server is published by one command, and its workers stay on this machine."""
+    make_certs(tmp_path, days=2, everything=False)
+    worker = tmp_path / "decode"  # any certificate for servers will do
+    published = (
+        "--api-keys",
+        "sk-one",
+        "--tls-cert",
+        str(worker / "tls.pem"),
+        "--tls-key",
+        str(worker / "tls.key"),
+    )
+    settings = ("--model-name", "tiny", "--max-model-len", "300")
+    context = ssl.create_default_context(cafile=str(worker / "ca.pem"))
+    context.check_hostname = False
+    with serve(*published, *settings, listen="0.0.0.0:0") as served:
+        with pytest.raises(httpx.TransportError):
+            get(served.url)
+        with httpx.Client(
+            base_url=f"https://{served.address}", verify=context, timeout=30, trust_env=False
+        ) as client:
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/").status_code == 200
+            models = client.get("/v1/models", headers={"Authorization": "Bearer sk-one"}).json()
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 300)]
+        assert f"curl -s https://{served.address}/v1/chat/completions" in served.output
         assert "Authorization: Bearer YOUR_KEY" in served.output
         assert "sk-one" not in served.output
         arena = get(f"http://{served.ready['decode_metrics']}/metrics").text

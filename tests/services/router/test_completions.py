@@ -365,6 +365,15 @@ async def test_parameters_of_a_request_reach_the_workers(stack: Any) -> None:
     )
 
 
+async def test_a_text_names_the_method_alone(stack: Any) -> None:
+    answer = await chat(stack, max_tokens=1, extra_body={"kv_compression": "snapkv"})
+    assert answer.kv["method"] == "snapkv"
+    assert stack.prefill[0].requests[-1].ticket.plan.plan == plan_for("snapkv")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(stack, extra_body={"kv_compression": "nothing"})
+    assert refused.value.param == "kv_compression.method"
+
+
 async def test_methods_can_be_restricted(start_stack: Any) -> None:
     stack = await start_stack(allowed_methods="full,snapkv", default_method="snapkv")
     with pytest.raises(openai.BadRequestError) as refused:

@@ -44,12 +44,6 @@ async def test_the_docs_page_shows_it(stack: Any) -> None:
     assert "/openapi.json" in page.text
 
 
-async def test_the_description_follows_the_metrics_option(start_stack: Any) -> None:
-    stack = await start_stack(api_keys="key-a", metrics_access="key")
-    for path in ("/openapi.json", "/docs", "/example"):
-        assert (await stack.http.get(path)).status_code == 401
-
-
 async def test_answers_have_the_types_that_it_says(stack: Any) -> None:
     document = (await stack.http.get("/openapi.json")).json()
 

@@ -259,6 +259,30 @@ async def test_every_router_family_moves(stack: Any) -> None:
     assert {family.name for family in RouterMetrics().registry.collect()} - moved == unmoved
 
 
+async def test_metrics_have_the_names_that_dashboards_for_vllm_read(stack: Any) -> None:
+    for method in ("full", "rdkv"):
+        body = {**BODY, "kv_compression": {"method": method}}
+        assert (await stack.http.post(CHAT, json=body)).status_code == 200
+    exposed = (await stack.http.get("/metrics")).text
+    samples = {
+        (sample.name, sample.labels.get("le") or sample.labels.get("finished_reason")): sample.value
+        for family in text_string_to_metric_families(exposed)
+        for sample in family.samples
+        if sample.labels.get("model_name") == "demo"
+    }
+    tokens = [stack.metric("generation_tokens_total", model="demo", method=its) for its in ("full", "rdkv")]
+    assert samples["vllm:generation_tokens_total", None] == sum(tokens) > 0
+    assert samples["vllm:prompt_tokens_total", None] == stack.metric("prompt_tokens_total", model="demo")
+    assert samples["vllm:num_requests_running", None] == samples["vllm:num_requests_waiting", None] == 0
+    assert samples["vllm:request_success_total", "length"] == 2
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert samples[f"vllm:{name}_seconds_count", None] == 2
+        assert samples[f"vllm:{name}_seconds_bucket", "+Inf"] == 2
+    for name in ("inter_token_latency", "time_per_output_token"):
+        assert samples[f"vllm:{name}_seconds_count", None] == sum(tokens) - 2
+    assert 0 <= samples["vllm:kv_cache_usage_perc", None] < 1
+
+
 @pytest.mark.parametrize("with_certs", [False, True])
 async def test_all_metrics_include_the_workers(start_stack: Any, with_certs: bool, tmp_path: Path) -> None:
     registries = [CollectorRegistry() for _ in range(3)]
