@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtest.text_models import CHATML, HERMES, byte_level_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvferry.shared.model.chat_template import ChatMessage, TemplateInputs
@@ -42,11 +43,11 @@ AFTER = {
 }
 REFUSING = CHATML.replace(
     "{{ '<|im_start|>' + m.role",
-    "{% if m.content | length > 12 %}{{ raise_exception('too long') }}{% endif %}{{ '<|im_start|>' + m.role",
+    "{% if m.content | length > 20 %}{{ raise_exception('too long') }}{% endif %}{{ '<|im_start|>' + m.role",
 )
 FIRST_COMES_LAST = CHATML.replace("for m in messages", "for m in messages | reverse")
 TWICE = CHATML.replace("m.content", "m.content + ' again: ' + m.content")
-UPPER = CHATML.replace("m.content", "m.content | upper")
+CHANGING = CHATML.replace("m.content", "m.content | replace('it', 'that')")
 CUT = CHATML.replace("m.content", "m.content[:4]")
 NOTICE = CHATML.replace("{% if add_generation_prompt %}", "{{ '" + "be brief " * 40 + "' }}{% if true %}")
 
@@ -119,16 +120,17 @@ def test_white_space_that_the_template_leaves_is_after_it() -> None:
     assert texts(tokenizer, token_ids, question) == ("the weather?", "\n\n" + AFTER["chatml"])
 
 
-def test_a_token_of_both_is_the_questions() -> None:
-    """Without a mark of its own, a message's end may be one token with what follows."""
-    backend = byte_level_tokenizer(corpus=["?\n\n : assistant why"] * 9)
+def test_the_template_has_the_token_at_its_beginning_and_it_the_token_at_its_end() -> None:
+    """Where the template writes no tokens of its own, one may have text of both."""
+    letters = sorted({*"user: why is it?\nassistant:"})
+    vocabulary = {text: number for number, text in enumerate(["<unk>", *letters, " w", "?\n"])}
+    merges = [(" ", "w"), ("?", "\n")]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=PLAIN)
     tokenizer = ChatTokenizer(fast, ())
-    token_ids, question = found(tokenizer, [user("why?")])
-    asked, after = texts(tokenizer, token_ids, question)
-    assert (asked + after).endswith("why?\n\nassistant:")
-    assert asked.strip() == "why?"
-    assert after.endswith("assistant:")
+    token_ids, question = found(tokenizer, [user("why is it?")])
+    assert texts(tokenizer, token_ids, question) == ("hy is it?\n", "\nassistant:")
 
 
 def test_spelled_marks_are_text_of_it() -> None:
@@ -214,14 +216,14 @@ def test_other_ends_of_a_conversation_have_none(messages: list[dict[str, Any]]) 
 )
 def test_templates_that_do_not_show_it_once_near_the_end_have_none(template: str) -> None:
     first = user("the weather " * 40) if template != REFUSING else user("a")
-    messages = [first, assistant("ok"), user("why is it?")]
+    messages = [first, assistant("ok"), user("why is it so today?")]
     assert found(chat_tokenizer(template), messages)[1] is None
 
 
 def test_a_template_that_changes_the_text_shows_it_changed() -> None:
-    tokenizer = chat_tokenizer(UPPER)
+    tokenizer = chat_tokenizer(CHANGING)
     token_ids, question = found(tokenizer, [user("why is it?")])
-    assert texts(tokenizer, token_ids, question) == ("WHY IS IT?", AFTER["chatml"])
+    assert texts(tokenizer, token_ids, question) == ("why is that?", AFTER["chatml"])
 
 
 def test_messages_that_the_template_takes_only_when_joined_are_told_apart() -> None:
