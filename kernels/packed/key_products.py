@@ -126,7 +126,7 @@ def _plan_fields(
         fields = tiles.fields(blocks.view(num_blocks, count, row), width)
         products = scratch("products", (per_byte, num_blocks, halves * group_size, row), weights.device)
         last = group + num_blocks * halves
-        of_blocks = weights[group:last].unflatten(0, (num_blocks, halves)).flatten(1, 2)
+        of_blocks = weights[group:last].view(num_blocks, halves * group_size, count)
         for codes, out in zip(fields.unbind(), products.unbind(), strict=True):
             tiles.then(torch.bmm, of_blocks, codes, out=out)
         # [fields of a byte, blocks, groups, G, w / 2, R, bytes of a word], of which each group has its rows:

@@ -209,11 +209,11 @@ def _pack_keys(head: PackedHead, rows: Tensor) -> None:
     token = group = 0
     for run in group_runs(num_tokens) if coded else ():
         groups, tokens = slice(group, group + run[0]), slice(token, token + run[0] * run[1])
-        of_groups = rows[:coded, tokens].unflatten(1, run).transpose(0, 1)
+        of_groups = rows[:coded, tokens].view(coded, *run).transpose(0, 1)
         of_run, head.key_scales[groups], head.key_minima[groups] = quantise_rows(
             of_groups, _widths(counts, rows.device), half=True
         )
-        codes[:, tokens].unflatten(1, run).copy_(of_run.transpose(0, 1))
+        codes[:, tokens].view(coded, *run).copy_(of_run.transpose(0, 1))
         token, group = tokens.stop, groups.stop
     parts = torch.split(codes, list(counts[:3]))
     head.key_words.copy_(pack_key_words([*parts, _half(rows[coded:])], num_tokens))

@@ -19,9 +19,9 @@ import torch
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.host_copies import host_copies
-from kvferry.services.prefill.job import PrefillJob, SessionTurns, Shipped
+from kvferry.services.prefill.job import PrefillJob, PromptLogprobs, SessionTurns, Shipped
 from kvferry.services.prefill.parts import PrefillRanks
-from kvferry.services.prefill.prompt_pass import PassTimes, PromptLogprobs, PromptPass
+from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats

@@ -10,6 +10,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 import structlog
+import torch
+from torch import Tensor
 
 from kvferry.services.prefill.opening import Opening
 from kvferry.services.prefill.parts import PromptTransfer
@@ -328,3 +330,32 @@ class SessionTurns:
             depth=ticket.retained_depth,
             with_generated=not turn.session.is_implicit,
         )
+
+
+class PromptLogprobs:
+    """Each token of a prompt after the first with its log-probability given those before it, from its pass.
+
+    Args: count: how many alternatives each token gets.
+    Attributes: tokens: so far.
+    """
+
+    def __init__(self, token_ids: Sequence[int], count: int) -> None:
+        self.tokens: list[SampledToken] = []
+        self._token_ids = token_ids
+        self._count = count
+
+    def add(self, first: int, logits: Tensor) -> None:
+        """Args: logits `[t, V]` of the tokens at positions `first` and after; they predict the next ones."""
+        following = self._token_ids[first + 1 : first + 1 + logits.shape[0]]
+        logprobs = logits[: len(following)].to(torch.float64).log_softmax(-1)
+        own = logprobs[range(len(following)), list(following)].tolist()
+        values, ids = (top.tolist() for top in logprobs.topk(min(self._count, logprobs.shape[1])))
+        for i, token_id in enumerate(following):
+            self.tokens.append(
+                SampledToken(
+                    token_id=token_id,
+                    index=first + 1 + i,
+                    logprob=own[i],
+                    top_logprobs=tuple(zip(ids[i], values[i], strict=True)),
+                )
+            )

@@ -33,12 +33,7 @@ from kvferry.shared.compression.formats.drafted import parts
 from kvferry.shared.compression.formats.interface import Encoded, InvalidTensors, LayerFormat, Tensors
 from kvferry.shared.compression.plan import ResolvedPlan, num_draft_tokens
 from kvferry.shared.control.messages import Ticket
-from kvferry.shared.errors import (
-    Cancelled,
-    KvferryError,
-    TransferFailed,
-    WorkerUnavailable,
-)
+from kvferry.shared.errors import Cancelled, KvferryError, TransferFailed, WorkerUnavailable
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.parallel.model import ParallelModel
 from kvferry.shared.model.question import Question

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Elapsed, HandOver, HostCopies
-from kvferry.services.prefill.job import PrefillJob
+from kvferry.services.prefill.job import PrefillJob, PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import greedy, run_draft
@@ -31,7 +31,6 @@ from kvferry.shared.errors import HistoryMiss
 from kvferry.shared.history.turn import StagedTurn
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.process.heartbeat import Heartbeat
-from kvferry.shared.sampling.params import SampledToken
 from kvferry.shared.telemetry.tracing import stage
 
 _EMPTY = Encoded(tensors=())
@@ -46,35 +45,6 @@ class PassTimes:
     pack_s: float = 0.0
     history_load_s: float = 0.0
     history_store_s: float = 0.0
-
-
-class PromptLogprobs:
-    """Each token of a prompt after the first with its log-probability given those before it, from its pass.
-
-    Args: count: how many alternatives each token gets.
-    Attributes: tokens: so far.
-    """
-
-    def __init__(self, token_ids: Sequence[int], count: int) -> None:
-        self.tokens: list[SampledToken] = []
-        self._token_ids = token_ids
-        self._count = count
-
-    def add(self, first: int, logits: Tensor) -> None:
-        """Args: logits `[t, V]` of the tokens at positions `first` and after; they predict the next ones."""
-        following = self._token_ids[first + 1 : first + 1 + logits.shape[0]]
-        logprobs = logits[: len(following)].to(torch.float64).log_softmax(-1)
-        own = logprobs[range(len(following)), list(following)].tolist()
-        values, ids = (top.tolist() for top in logprobs.topk(min(self._count, logprobs.shape[1])))
-        for i, token_id in enumerate(following):
-            self.tokens.append(
-                SampledToken(
-                    token_id=token_id,
-                    index=first + 1 + i,
-                    logprob=own[i],
-                    top_logprobs=tuple(zip(ids[i], values[i], strict=True)),
-                )
-            )
 
 
 class PromptPass:

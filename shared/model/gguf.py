@@ -134,7 +134,7 @@ def _read(file: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     Raises: ConfigurationError: it is not whole.
     """
     from gguf import GGUFReader
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
     try:
         # First: the other reader goes on for as long as a broken file says, beyond its end.
@@ -150,7 +150,7 @@ def _load(folder: Path, config: Any, read: Mapping[str, Any]) -> Any:
     """The model in full precision. Raises: ConfigurationError: the file lacks tensors."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
         dtype=config.dtype,
@@ -158,6 +158,7 @@ def _load(folder: Path, config: Any, read: Mapping[str, Any]) -> Any:
         output_loading_info=True,
         **read,
     )
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ConfigurationError(
             f"model {read['gguf_file']!r} lacks {len(missing)} tensors, {missing[0]!r} among them"

@@ -71,6 +71,6 @@ def _renamed(name: str, family: Metric) -> Metric:
             labels = {_LABELS[label]: value for label, value in sample.labels.items() if label in _LABELS}
             totals[name + ending, tuple(labels.items())] += sample.value
     renamed = Metric(name, family.documentation, family.type)
-    for (full_name, labels), value in totals.items():
-        renamed.add_sample(full_name, dict(labels), value)
+    for (full_name, own_labels), value in totals.items():
+        renamed.add_sample(full_name, dict(own_labels), value)
     return renamed
