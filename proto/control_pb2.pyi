@@ -1443,6 +1443,7 @@ class ModelSpec(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     num_layers: _builtins.int
@@ -1453,6 +1454,7 @@ class ModelSpec(_message.Message):
     max_model_len: _builtins.int
     dtype: _builtins.str
     weights: _builtins.str
+    checkpoint_dtype: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1472,12 +1474,15 @@ class ModelSpec(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         layers: _abc.Iterable[Global___LayerSpec] | None = ...,
         weights: _builtins.str = ...,
+        checkpoint_dtype: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_dtype", b"_checkpoint_dtype", "checkpoint_dtype", b"checkpoint_dtype"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layers", b"layers", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_dtype", b"_checkpoint_dtype", "checkpoint_dtype", b"checkpoint_dtype", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "head_dim", b"head_dim", "layers", b"layers", "max_model_len", b"max_model_len", "name", b"name", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint_dtype: _TypeAlias = _typing.Literal["checkpoint_dtype"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_dtype: _TypeAlias = _typing.Literal["_checkpoint_dtype", b"_checkpoint_dtype"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_dtype) -> _WhichOneofReturnType__checkpoint_dtype | None: ...
 
 Global___ModelSpec: _TypeAlias = ModelSpec  # noqa: Y015
 
