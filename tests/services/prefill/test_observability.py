@@ -88,7 +88,7 @@ async def test_bytes_shipped_are_counted_by_kind_and_equal_the_answer(harness: H
         assert counted == size_bytes
     assert harness.metric("kv_transfer_bytes_total") == sum(done.bytes_by_kind.values())
     assert harness.metric("kv_full_bytes_total", method="snapkv") == first.full_bytes
-    assert first.full_bytes == 150 * harness.model.spec.kv_token_bytes
+    assert first.full_bytes == harness.model.spec.full_bytes(150)
     ratio = harness.metric("kv_compression_ratio_sum", method="snapkv")
     assert ratio == pytest.approx(first.full_bytes / sum(done.bytes_by_kind.values()))
     assert done.prefill_s >= done.compress_s > 0

@@ -141,7 +141,8 @@ async def test_full_ships_every_row_without_an_index(harness: Harness, plain_run
         values = harness.sink.rows(key, layer, "values")
         torch.testing.assert_close(values, plain.values[layer], atol=1e-3, rtol=1e-3)
     assert first.method == "full"
-    assert first.full_bytes == done.bytes_by_kind["rows"]
+    assert done.bytes_by_kind["rows"] == len(prompt) * harness.model.spec.kv_token_bytes
+    assert first.full_bytes == done.bytes_by_kind["rows"] // 2, "of float16, the checkpoint's, not of float32"
 
 
 async def test_the_first_token_is_the_models_and_rides_on_the_end_record(harness: Harness, plain_run) -> None:
