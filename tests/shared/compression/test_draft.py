@@ -209,7 +209,6 @@ def test_bits_that_the_draft_leaves_go_to_tokens_that_the_question_attends_to() 
     # no token has more than the kernel's five, and the others are those of the question's attention
     others = torch.cat([bits.values[:, :35], bits.values[:, 40:]], 1)
     assert (bits.values[:, 35:40].amin(1) >= others.amax(1)).all()
-    assert others.count_nonzero() < 2 * 50
     weights = token_weights(inputs.queries[:, :, -32:], inputs.keys, scaling=inputs.scaling, kernel_size=9)
     weights[:, 35:40] = 0
     for head in range(2):
