@@ -210,7 +210,7 @@ def test_bits_that_the_draft_leaves_go_to_tokens_that_the_question_attends_to() 
     # 8 values of a token, and a header of 32 bits below 16
     spent = 8 * bits.values.long() + 32 * ((bits.values > 0) & (bits.values < 16))
     assert (spent.sum(1) > 16 * 20 * 8 - (4 * 8 + 32)).all()
-    # the kernel's five have most, and the others are those of the question's attention
+    # no token has more than the kernel's five, and the others are those of the question's attention
     others = torch.cat([bits.values[:, :35], bits.values[:, 40:]], 1)
     assert (bits.values[:, 35:40].amin(1) >= others.amax(1)).all()
     weights = token_weights(inputs.queries[:, :, -32:], inputs.keys, scaling=inputs.scaling, kernel_size=9)

@@ -90,7 +90,7 @@ def test_header_bytes_stay_as_documented() -> None:
     encoded = encode_header(block_header(), [b"ab", b"cd"])
     assert HEADER_BYTES == 56
     assert encoded[:48].hex() == (
-        "4b564642" "0300" "03" "00" "ffffffffffffffff" "07000000" "00000000" "0100" "0000" "04000000"
+        "4b564642" "0400" "03" "00" "ffffffffffffffff" "07000000" "00000000" "0100" "0000" "04000000"
         "0800000000000000" "0400000000000000"
     )  # fmt: skip
     assert encoded[48:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(encoded[:48] + b"abcd"))
