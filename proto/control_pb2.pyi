@@ -914,6 +914,30 @@ class EventsOfCalls(_message.Message):
 Global___EventsOfCalls: _TypeAlias = EventsOfCalls  # noqa: Y015
 
 @_typing.final
+class Question(_message.Message):
+    """Where a prompt has its question. Tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_AFTER_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    num_after: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        num_after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_after", b"num_after", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Question: _TypeAlias = Question  # noqa: Y015
+
+@_typing.final
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -933,6 +957,7 @@ class PrefillRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_REUSED_TOKENS_FIELD_NUMBER: _builtins.int
     SIBLINGS_FIELD_NUMBER: _builtins.int
+    QUESTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model_fingerprint: _builtins.str
     probe: _builtins.bool
@@ -956,6 +981,8 @@ class PrefillRequest(_message.Message):
     def retained_as(self) -> Global___SessionKey: ...
     @_builtins.property
     def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingParams]: ...
+    @_builtins.property
+    def question(self) -> Global___Question: ...
     def __init__(
         self,
         *,
@@ -975,10 +1002,11 @@ class PrefillRequest(_message.Message):
         owner: _builtins.str = ...,
         max_reused_tokens: _builtins.int | None = ...,
         siblings: _abc.Iterable[Global___SamplingParams] | None = ...,
+        question: Global___Question | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_question", b"_question", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "max_reused_tokens", b"max_reused_tokens", "prompt_logprobs", b"prompt_logprobs", "question", b"question", "retained_as", b"retained_as", "sampling", b"sampling", "session", b"session", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "siblings", b"siblings", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document", b"_document", "_max_reused_tokens", b"_max_reused_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_question", b"_question", "_retained_as", b"_retained_as", "_session", b"_session", "document", b"document", "has_history", b"has_history", "max_reused_tokens", b"max_reused_tokens", "model_fingerprint", b"model_fingerprint", "owner", b"owner", "priority", b"priority", "probe", b"probe", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "question", b"question", "request_id", b"request_id", "retained_as", b"retained_as", "retained_bins", b"retained_bins", "sampling", b"sampling", "session", b"session", "siblings", b"siblings", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document: _TypeAlias = _typing.Literal["document"]  # noqa: Y015
     _WhichOneofArgType__document: _TypeAlias = _typing.Literal["_document", b"_document"]  # noqa: Y015
@@ -986,6 +1014,8 @@ class PrefillRequest(_message.Message):
     _WhichOneofArgType__max_reused_tokens: _TypeAlias = _typing.Literal["_max_reused_tokens", b"_max_reused_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__question: _TypeAlias = _typing.Literal["question"]  # noqa: Y015
+    _WhichOneofArgType__question: _TypeAlias = _typing.Literal["_question", b"_question"]  # noqa: Y015
     _WhichOneofReturnType__retained_as: _TypeAlias = _typing.Literal["retained_as"]  # noqa: Y015
     _WhichOneofArgType__retained_as: _TypeAlias = _typing.Literal["_retained_as", b"_retained_as"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
@@ -996,6 +1026,8 @@ class PrefillRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reused_tokens) -> _WhichOneofReturnType__max_reused_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__question) -> _WhichOneofReturnType__question | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retained_as) -> _WhichOneofReturnType__retained_as | None: ...
     @_typing.overload
