@@ -42,11 +42,9 @@ def num_groups(num_tokens: int) -> int:
     return -(-num_tokens // GROUP_TOKENS)
 
 
-def group_runs(num_tokens: int) -> list[tuple[int, int]]:
-    """Runs of equal groups as (number of groups, tokens of each), in their order."""
-    full, rest = divmod(num_tokens, BLOCK_TOKENS)
-    first = rest if rest <= GROUP_TOKENS else 4 * -(-rest // 8)
-    return [run for run in ((2 * full, GROUP_TOKENS), (1, first), (1, rest - first)) if all(run)]
+def groups_of_block(lanes: int) -> int:
+    """Groups of a block of R = lanes; both halves of one that has two are of 4 R tokens, padding counted."""
+    return num_groups(8 * lanes)
 
 
 def groups_of(tokens: Tensor, num_tokens: int) -> Tensor:

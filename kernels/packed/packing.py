@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.dispatch import path_for, shape_problem
-from kvferry.kernels.packed.key_words import WIDTHS, group_runs, pack_key_words
+from kvferry.kernels.packed.key_words import WIDTHS, block_runs, groups_of_block, pack_key_words
 from kvferry.kernels.packed.layer import PackedHead, PackedLayer, view_packed_layer
 from kvferry.kernels.packed.layout import Bound, HeadCounts, packed_bound, packed_layout, position_dtype
 from kvferry.kernels.packed.value_rows import pack_value_rows
@@ -206,15 +206,19 @@ def _pack_keys(head: PackedHead, rows: Tensor) -> None:
     counts, num_tokens = head.counts.channels, rows.shape[1]
     coded = sum(counts[:3])
     codes = torch.empty(coded, num_tokens, dtype=torch.uint8, device=rows.device)
-    token = group = 0
-    for run in group_runs(num_tokens) if coded else ():
-        groups, tokens = slice(group, group + run[0]), slice(token, token + run[0] * run[1])
-        of_groups = rows[:coded, tokens].view(coded, *run).transpose(0, 1)
-        of_run, head.key_scales[groups], head.key_minima[groups] = quantise_rows(
-            of_groups, _widths(counts, rows.device), half=True
+    start = first = 0
+    for num_blocks, lanes in block_runs(num_tokens) if coded else ():
+        stop, last = start + num_blocks * 8 * lanes, first + num_blocks * groups_of_block(lanes)
+        run = rows[:coded, start:stop]
+        if stop > num_tokens:
+            # the last token once more changes no range
+            run = torch.cat([run, run[:, -1:].expand(-1, stop - num_tokens)], 1)
+        of_groups, scales, minima = quantise_rows(
+            run.view(coded, last - first, -1).transpose(0, 1), _widths(counts, rows.device), half=True
         )
-        codes[:, tokens].view(coded, *run).copy_(of_run.transpose(0, 1))
-        token, group = tokens.stop, groups.stop
+        head.key_scales[first:last], head.key_minima[first:last] = scales, minima
+        codes[:, start:stop] = of_groups.transpose(0, 1).flatten(1)[:, : num_tokens - start]
+        start, first = stop, last
     parts = torch.split(codes, list(counts[:3]))
     head.key_words.copy_(pack_key_words([*parts, _half(rows[coded:])], num_tokens))
 

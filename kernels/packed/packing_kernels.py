@@ -99,12 +99,12 @@ def _pack_key_words(
             scale_2, minimum_2 = _half_headers(
                 tl.where(inside, lowest_2, 0.0), tl.where(inside, highest_2, 0.0), levels
             )
-            at = 2 * block * coded + first + c
-            tl.store(floats_ptr + tl.load(row + 11) + at, scale, mask=inside)
-            tl.store(floats_ptr + tl.load(row + 12) + at, minimum, mask=inside)
+            header = 2 * block * coded + first + c
+            tl.store(floats_ptr + tl.load(row + 11) + header, scale, mask=inside)
+            tl.store(floats_ptr + tl.load(row + 12) + header, minimum, mask=inside)
             has_second = inside & (is_one == 0)
-            tl.store(floats_ptr + tl.load(row + 11) + at + coded, scale_2, mask=has_second)
-            tl.store(floats_ptr + tl.load(row + 12) + at + coded, minimum_2, mask=has_second)
+            tl.store(floats_ptr + tl.load(row + 11) + header + coded, scale_2, mask=has_second)
+            tl.store(floats_ptr + tl.load(row + 12) + header + coded, minimum_2, mask=has_second)
         wrong = tl.zeros([BLOCK_C, 16], tl.int32)
         for j in range(0, W // 2):
             word = tl.zeros([BLOCK_C, 16], tl.int32)

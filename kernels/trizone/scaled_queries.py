@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvferry.kernels.packed.layer import SCALE_EXPONENT
 
-_LARGEST = tl.constexpr(SCALE_EXPONENT)
+_LARGEST = tl.constexpr(2.0**SCALE_EXPONENT)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _prologue_kernel(
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
     q = q.to(tl.float32) * scale_log2
     # no group's scales are larger; channels of 16 bits have none
-    largest = tl.where(c < coded, power_of_two(_LARGEST - tl.load(row + 20).to(tl.int32)), 1.0)
+    largest = tl.where(c < coded, power_of_two(-tl.load(row + 20).to(tl.int32)) * _LARGEST, 1.0)
     exponent = _exponent_to(tl.max(tl.abs(q) * largest[None, :], 1), 14)
     at = (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :]
     tl.store(scaled_ptr + at, q * power_of_two(exponent)[:, None])

@@ -350,7 +350,7 @@ class DecodeEngine:
             sequence.num_appended += 1
             try:
                 token = self._batch.token(sequence, launched, token_id, is_valid=bool(is_valid))
-                reason = sequence.take(token_id)
+                reason = sequence.take(token.token_id)
             except Exception as failure:  # an error of one sequence must not fail the batch
                 self._fail(sequence, failure)
                 continue

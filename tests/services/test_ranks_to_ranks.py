@@ -104,7 +104,7 @@ async def test_tokens_are_those_of_one_process_over_a_session(
         num_same += same_or_tied(first.tokens, oracle)
         assert second.reused == len(FIRST) + NUM_NEW - 1
         if method == "full":
-            assert first.done.bytes_by_kind["rows"] == one.spec.full_bytes(len(FIRST))
+            assert first.done.bytes_by_kind["rows"] == len(FIRST) * one.spec.kv_token_bytes
             # what decode retains is not sent again: all but the last new token's and the message's rows
-            assert second.done.delta_bytes == one.spec.full_bytes(30 + 1)
+            assert second.done.delta_bytes == (30 + 1) * one.spec.kv_token_bytes
     assert num_same > len(METHODS) * NUM_NEW * 0.8, "more ties than chance explains"

@@ -142,8 +142,8 @@ class PromptCache:
                 draw = greedy(model.spec, num_draft) if request.num_siblings else opening.draw
                 self._inputs = run_draft(model, self._inputs, logits=logits, draw=draw).layers
             self.measured, layers = compress_prompt(model.spec, self.resolved, self._inputs)
-        if not opening.tokens:
-            opening.draw(logits)
+            if not opening.tokens:
+                opening.draw(logits)
         *draft, self.first_token = self.drawn = opening.tokens
         self.draft = tuple(token.token_id for token in draft)
         self.formats = make_formats(model.spec, self.measured)

@@ -114,7 +114,7 @@ class SparseSequences(Sequences):
 def test_steps_are_torch_s_and_write_what_it_writes(is_packed: bool, head_dim: int, group_size: int) -> None:
     lengths = [300, 129, 127, 64, 9, 260, 40]
     mine, plain = (
-        SparseSequences(lengths, is_packed=is_packed, group_size=group_size, head_dim=head_dim)
+        SparseSequences(lengths, is_packed=is_packed, group_size=group_size, head_dim=head_dim, seed=1)
         for _ in range(2)
     )
     active = torch.tensor([1, 1, 0, 1, 1, 1, 1])

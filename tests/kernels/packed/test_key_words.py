@@ -12,8 +12,8 @@ from kvferry.kernels.packed.key_words import (
     LANES,
     WIDTHS,
     block_runs,
-    group_runs,
     groups_of,
+    groups_of_block,
     key_code_bytes,
     key_tiles,
     num_groups,
@@ -99,8 +99,8 @@ def test_groups_are_halves_of_blocks(num_tokens):
     assert groups == [group_of(token, num_tokens) for token in range(num_tokens)]
     assert sorted(set(groups)) == list(range(num_groups(num_tokens)))
     assert num_groups(num_tokens) == -(-num_tokens // 64)
+    assert num_groups(num_tokens) == sum(n * groups_of_block(lanes) for n, lanes in block_runs(num_tokens))
     sizes = [groups.count(group) for group in range(num_groups(num_tokens))]
-    assert sizes == [size for count, size in group_runs(num_tokens) for _ in range(count)]
     assert max(sizes, default=0) <= GROUP_TOKENS == 64
     some = every[::7]
     assert torch.equal(groups_of(some, num_tokens), groups_of(every, num_tokens)[some])
@@ -108,8 +108,7 @@ def test_groups_are_halves_of_blocks(num_tokens):
 
 def test_groups_of_some_lengths():
     sizes = {
-        length: [size for count, size in group_runs(length) for _ in range(count)]
-        for length in GROUP_BOUNDARIES
+        length: groups_of(torch.arange(length), length).bincount().tolist() for length in GROUP_BOUNDARIES
     }
     assert sizes == {
         1: [1], 8: [8], 9: [9], 63: [63], 64: [64], 65: [36, 29], 72: [36, 36], 127: [64, 63], 128: [64, 64],

@@ -214,12 +214,14 @@ def test_an_index_or_scales_that_no_packer_writes_are_refused(check, name, entry
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 128, 193, 1200])
 @pytest.mark.parametrize(("name", "entry"), [("key_scales", 0.0), ("key_minima", float("nan"))])
 def test_scales_and_minima_of_every_group_are_checked(check, num_tokens, name, entry):
-    keys = torch.ones(1, num_tokens, 3)
-    packed = pack_layer(keys, keys, torch.tensor([[4, 16, 2]]), torch.full((1, num_tokens), 8))
+    keys = torch.ones(1, num_tokens, 60)
+    key_bits = torch.full((1, 60), 4)
+    key_bits[0, 7] = 16
+    packed = pack_layer(keys, keys, key_bits, torch.full((1, num_tokens), 8))
     of_groups = getattr(packed.heads[0], name)
-    assert of_groups.shape == (-(-num_tokens // 64), 2)
+    assert of_groups.shape == (-(-num_tokens // 64), 59)
     check(packed, num_tokens)
-    for group, channel in ((0, 1), (len(of_groups) // 2, 0), (-1, 1)):
+    for group, channel in ((0, 1), (len(of_groups) // 2, 0), (-1, -1)):
         before = of_groups[group, channel].clone()
         of_groups[group, channel] = entry
         with pytest.raises(ValueError, match="scales of head 0"):

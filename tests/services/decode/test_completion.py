@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from kvferry.services.decode import engine, sequence
+from kvferry.services.decode.events import deliver as deliver_events
 from kvferry.shared.control.messages import (
     GenerationFinished,
     HistoryReturned,
@@ -141,7 +142,7 @@ async def test_tokens_of_steps_that_are_shorter_than_their_way_are_delivered_tog
     def deliver(events):
         if events:
             sizes.append(len(events))
-        sequence.deliver(events)
+        deliver_events(events)
 
     monkeypatch.setattr(engine, "deliver", deliver)
     readings = itertools.count()

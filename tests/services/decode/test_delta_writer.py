@@ -55,7 +55,7 @@ class Receiver:
         self.begin(tensors)
         for header, payload in self.blocks(tensors, size):
             self.writer.write(header, payload)
-        (cache,) = self.writer.finish()
+        (cache,) = self.writer.finish(0)
         return cache
 
 
@@ -116,7 +116,7 @@ def test_rows_that_are_missing_are_found_at_the_end():
     for block in begun:
         receiver.writer.write(*block)
     with pytest.raises(TransferFailed, match="layer 0 is incomplete") as caught:
-        receiver.writer.finish()
+        receiver.writer.finish(0)
     assert caught.value.reason == "incomplete"
 
 

@@ -88,7 +88,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
     sent = {kind: own[kind] + other[kind] for kind in own if kind != "manifest"}
     assert sent == {kind: size for kind, size in whole.bytes_by_kind.items() if kind != "manifest"}
     if method == "full":
-        assert sent["rows"] == one.spec.full_bytes(150)
+        assert sent["rows"] == 150 * one.spec.kv_token_bytes
         assert own["rows"] == other["rows"]
     assert same_or_tied([its.token_id for its in tokens], expected) > 0
 
