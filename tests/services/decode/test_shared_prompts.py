@@ -28,7 +28,7 @@ def with_seed(request, number):
 def sharing(request, number, of):
     """The request of a sibling, with the first token that prefill samples for it."""
     alone = with_seed(request, number)
-    token = PromptCache(SmallModel(), alone).first_token
+    token = PromptCache(SmallModel(), leading(alone, of.num_siblings)).first_token
     return dataclasses.replace(alone, shares=SharedStart(request_id=of.request_id, first_token=token))
 
 
@@ -63,7 +63,8 @@ async def arrived(made, request, ticket_of):
 async def test_siblings_say_what_each_would_have_said_alone(harness, request_of, ticket_of, kwargs):
     made = await harness()
     request = request_of(**{**kwargs, **DRAWN})
-    expected = [await alone(made, with_seed(request, number)) for number in range(3)]
+    # who has siblings drafts greedily, and for all of them
+    expected = [await alone(made, leading(with_seed(request, number), 1)) for number in range(3)]
     assert len({tuple(its.token_id for its in tokens) for tokens in expected}) > 1
     first = leading(request, 2)
     stream, ticket = await ticket_of(made.service, first)
