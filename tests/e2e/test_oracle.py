@@ -135,6 +135,27 @@ def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
         assert tokens == texts(tokenizer, [token.token_id for token in expected])
 
 
+def test_choices_decode_from_the_prompt_and_not_from_its_draft(
+    stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path
+) -> None:
+    model = load_model(str(demo_model_dir), name="demo", device="cpu", dtype="float32", max_model_len=0)
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    expected = OneProcessGenerator(model).generate(
+        prompts[14],
+        plan=plan_for("rdkv-draft", budget=Budget(tokens=24)),
+        sampling=sampling,
+        has_siblings=True,
+    )
+    body = {
+        **{"model": "demo", "prompt": prompts[14], "max_tokens": MAX_TOKENS, "n": 2},
+        **{"temperature": 0, "logprobs": 0, "ignore_eos": True},
+        "kv_compression": {"method": "rdkv-draft", "token_budget": 24},
+    }
+    answer = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    of_choices = [choice["logprobs"]["tokens"] for choice in answer["choices"]]
+    assert of_choices == [texts(tokenizer, [token.token_id for token in expected])] * 2
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["rocketkv", "snapkv", "d2o"])
 @pytest.mark.parametrize("budget", [48, 256])
