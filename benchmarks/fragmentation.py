@@ -39,8 +39,10 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.control.messages import GenerateRequest
+from kvferry.shared.model.ending import Ending
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
+from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.shared.telemetry.metrics import DecodeMetrics
@@ -66,6 +68,10 @@ TRANSFER_STEPS, RETAINED_STEPS = (1, 20), (50, 400)
 RETAINED_SHARE = 0.2
 ARRIVALS_PER_STEP = 0.08
 MAX_WAITING, LONG_S = 10_000, 1e9
+
+
+def _no_tokenizer() -> ChatTokenizer:
+    raise AssertionError("the requests have no stop strings")
 
 
 class _Layer:
@@ -184,8 +190,7 @@ class Simulation:
             lease_until_s=math.inf,
             events=EventStream(),
             sampler=SequenceSampler(request.sampling, (1,), SPEC.vocab_size),
-            assembler=None,
-            stop_token_ids=frozenset(),
+            ending=Ending(request.sampling, (1,), SPEC, _no_tokenizer),
             release=self.scheduler.release,
             forget=lambda sequence: None,
             metrics=self.metrics,

@@ -32,7 +32,7 @@ from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerat
 from kvferry.tools.recall.tasks import TASKS
 
 WIDTHS = {"joint": "0,2,4,8,16", "tri-state": "0,4,16", "evict-only": "0,16", "quant-only": "2,4,8,16"}
-RETENTIONS = (0.01, 0.025, 0.0625, 0.125)
+RETENTIONS = (0.01, 0.025, 0.0625, 0.125, 0.25)
 TASK_NAMES = ("multi_key_8", "single_needle")
 MAX_NEW_TOKENS = 20
 

@@ -15,14 +15,13 @@ from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
-from kvferry.shared.compression.compress import WaitingLayer, measure_layer
+from kvferry.shared.compression.compress import WaitingLayer, compress_waiting, measure_layer
 from kvferry.shared.compression.formats import encode_layer, make_formats
 from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
-from kvferry.tools.oracle import compress_waiting
 
 
 def prefill_methods(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:

@@ -54,7 +54,7 @@ def test_prompts_are_those_that_were_measured(
     arguments = ["--model", str(demo_model_dir), "--data", str(folder), "--output", str(written)]
     assert prompts.main([str(records), *arguments]) == 0
     lines = [json.loads(line) for line in written.read_text().splitlines()]
-    full = [r for r in prompts.read_records([records]).values() if r.key.method == "full"]
+    full = list(prompts.full_records(prompts.read_records([records])).values())
     assert [line["example"] for line in lines] == [record.key.example for record in full]
     tokenizer = ChatTokenizer.load(demo_model_dir)
     for line, record in zip(lines, full, strict=True):

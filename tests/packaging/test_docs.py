@@ -109,6 +109,7 @@ def test_options_and_metrics_of_the_documents_exist():
     options.add("--json")  # of kvferry doctor; a setting cannot be named so
     options.add("--shared-memory")  # of benchmarks/links.py
     options.add("--write")  # of kvferry launch
+    options |= {"--known", "--unknown"}  # of benchmarks/kvpress_peer.py
     names = {
         sample
         for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())

@@ -236,8 +236,8 @@ _OTHERS = (
         name="leverage-sign",
         what="Compactor's leverage makes a token's score lower.",
         path="shared/compression/scorers.py",
-        old="                blend += self.leverage_weight",
-        new="                blend -= self.leverage_weight",
+        old="            blend += self.leverage_weight",
+        new="            blend -= self.leverage_weight",
         near=("tests/shared/compression/test_compactor.py",),
     ),
     PlantedFault(
