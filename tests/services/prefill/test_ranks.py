@@ -179,7 +179,7 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
         assert len(sink.layers[key]) == several.spec.num_layers
     assert [sink.ends[key].first_token for key, sink in zip(keys, sinks, strict=True)] == [first.token, None]
     if method == "full":
-        assert done.bytes_by_kind["rows"] == several.spec.full_bytes(len(PROMPT))
+        assert done.bytes_by_kind["rows"] == len(PROMPT) * several.spec.kv_token_bytes
 
 
 async def test_the_picture_of_kept_rows_is_of_all_heads(several: ParallelModel) -> None:

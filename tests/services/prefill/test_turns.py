@@ -134,7 +134,7 @@ async def test_the_next_turn_runs_only_its_new_tokens_and_ships_the_same_rows(ha
     assert first.reused_tokens == 153
     # The last generated token has no KV yet: it runs with the new message.
     assert harness.metric("prefill_tokens_total") == 150 + 1 + 40
-    assert first.full_bytes == len(second_prompt) * token_bytes
+    assert first.full_bytes == harness.model.spec.full_bytes(len(second_prompt))
 
     fresh = harness.request(second_prompt, plan=plan)
     fresh_first, _ = await harness.run(fresh)
