@@ -65,7 +65,7 @@ def test_prompts_are_those_that_were_measured(
         assert 300 < line["num_document_tokens"] < len(line["prompt"])
     assert len({tuple(line["prompt"][: line["num_document_tokens"]]) for line in lines}) == 2
     text = (folder / "documents" / "0.txt").read_text()
-    (folder / "documents" / "0.txt").write_text(text + "more .\n")
+    (folder / "documents" / "0.txt").write_text("more .\n" + text)
     with pytest.raises(SystemExit, match="is of another --data"):
         prompts.main([str(records), *arguments])
 
