@@ -139,11 +139,12 @@ async def test_the_deadline_frees_everything(harness: Harness) -> None:
     await assert_serves(harness)
 
     harness.sink.gate.clear()
+    harness.sink.is_committing.clear()
     request = harness.request(make_prompt(50), session=A)
     stream = harness.service.prefill(request, timeout_s=60)
     assert isinstance(await anext(stream), FirstToken)
     acknowledged = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0)
+    await eventually(harness.sink.is_committing.is_set)
     turn_loop_clock(60)
     with pytest.raises(DeadlineExceeded, match="the transfer"):
         await acknowledged
