@@ -1,9 +1,10 @@
-"""A decode step of a float32 model like Llama on a CPU: everything beside attention, in one thread of C.
+"""A decode step of a float32 model like Llama on a CPU: everything beside attention, in C.
 
     begin ──► project layer 0 ──► attention ──► finish layer 0 ──► project layer 1 ──► ... ──► logits
 
-Called by `shared/model/fused_decode.py`, with the model's own weights; the code is in `kernels/native`.
-Results differ from torch's by the order of sums and by e^x in the last place.
+Called by `shared/model/fused_decode.py`, with the model's own weights; the code is in `kernels/native`. As
+many threads as torch has share the products that are large enough. Results differ from torch's by the order
+of sums and by e^x in the last place.
 
 Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D head_dim.
 """
@@ -20,9 +21,7 @@ from torch import Tensor
 from kvferry.kernels.native import library as native
 
 MAX_ROWS = 8
-"""With more rows, torch's products are as fast, and may use several threads."""
-MAX_LAYER_BYTES = 8 << 20
-"""Weights of a layer; if there is more than one thread, torch's products of larger ones are faster."""
+"""With more rows, torch's products are as fast."""
 PRODUCTS = ("queries", "keys", "values", "output", "gate", "up", "down")
 NORMS = ("input", "queries_norm", "keys_norm", "inner")
 
@@ -82,16 +81,13 @@ class NativeDecoder:
         return native.Product(weight.data_ptr(), bias, *weight.shape, native.KINDS[weight.dtype])
 
     @staticmethod
-    def problem(weights: Sequence[Weights], num_layers: int) -> str | None:
+    def problem(weights: Sequence[Weights]) -> str | None:
         """Why a model with these weights cannot be run; None if it can."""
         for its in _tensors(weights):
             if its.dtype != torch.float32 or its.device.type != "cpu" or not its.is_contiguous():
                 return f"a weight is {its.dtype} on {its.device}; it must be contiguous float32 on the CPU"
         if any(its.weight.ndim == 2 and its.weight.shape[1] % 8 for its in weights):
             return "a product's number of columns is no multiple of 8"
-        size = sum(its.numel() * 4 for its in _tensors(weights)) / num_layers
-        if size > MAX_LAYER_BYTES and torch.get_num_threads() > 1:
-            return f"a layer has {size:.0f} bytes of weights; with several threads {MAX_LAYER_BYTES} at most"
         return None
 
     def begin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> NativeStep:
@@ -103,7 +99,7 @@ class NativeStep:
     """One step of B tokens, whose calls follow the order of the layers."""
 
     def __init__(self, decoder: NativeDecoder, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self._decoder = decoder
+        self._decoder, self._num_threads = decoder, torch.get_num_threads()
         self._hidden, self._cos, self._sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
         self._change: Tensor | None = None
         self._scratch = hidden.new_empty(max(2 * decoder._inner, hidden.shape[1]) * len(hidden))
@@ -118,7 +114,9 @@ class NativeStep:
         queries, keys, values = torch.split(rows, sizes)
         change = None if self._change is None else self._change.data_ptr()
         others = map(Tensor.data_ptr, (self._cos, self._sin, self._scratch, queries, keys, values))
-        decoder._library.kvferry_project(decoder._at[layer], count, hidden.data_ptr(), change, *others)
+        decoder._library.kvferry_project(
+            decoder._at[layer], count, self._num_threads, hidden.data_ptr(), change, *others
+        )
         shape = (count, num_kv_heads, -1, decoder._head_dim)
         return queries.view(shape), keys.view(shape[:2] + shape[3:]), values.view(shape[:2] + shape[3:])
 
@@ -128,7 +126,7 @@ class NativeStep:
             self._change = torch.empty_like(self._hidden)
         decoder, attended = self._decoder, attended.contiguous()
         pointers = map(Tensor.data_ptr, (attended, self._hidden, self._change, self._scratch))
-        decoder._library.kvferry_finish(decoder._at[layer], len(self._hidden), *pointers)
+        decoder._library.kvferry_finish(decoder._at[layer], len(attended), self._num_threads, *pointers)
 
     def logits(self) -> Tensor:
         """After the last layer. Returns: float32 `[B, V]`."""
@@ -137,7 +135,7 @@ class NativeStep:
         logits = self._hidden.new_empty((len(self._hidden), decoder._vocab_size))
         weights = map(ctypes.addressof, (decoder._last, decoder._head))
         pointers = map(Tensor.data_ptr, (self._hidden, self._change, logits))
-        decoder._library.kvferry_logits(*weights, len(self._hidden), *pointers)
+        decoder._library.kvferry_logits(*weights, len(logits), self._num_threads, *pointers)
         return logits
 
 

@@ -213,9 +213,8 @@ def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weig
         weights = {name: Weights(its.weight, its.bias) for name, its in products.items()}
         norms = {name: names[path] for name, path in _LAYER_NORMS.items() if path in names}
         layers.append(weights | {name: _norm_weights(its) for name, its in norms.items()})
-    every = [its for weights in layers for its in weights.values()]
     last, of_head = _norm_weights(decoder.norm), Weights(head.weight, head.bias)
-    if NativeDecoder.problem(every, len(layers)) or NativeDecoder.problem([last, of_head], len(layers)):
+    if NativeDecoder.problem([last, of_head, *(its for weights in layers for its in weights.values())]):
         return None
     return layers, last, of_head
 
