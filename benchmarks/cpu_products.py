@@ -1,6 +1,7 @@
 """Products of a real model's layers on the CPU: our C code beside the libraries that torch has.
 
-    python benchmarks/cpu_products.py [--rows 1 2 4 8 64 1024] [--threads 1 2] [--seconds 0.3] [--output FILE]
+    python benchmarks/cpu_products.py [--rows 1 2 4 8 64 1024] [--threads 1 2] [--seconds 0.3]
+        [--clock wall|cpu] [--output FILE]
 
 Shapes are Qwen2.5-0.5B's (columns x rows of a weight). All ways of one shape, number of rows and threads
 alternate, one call at a time, so that other work of the machine slows all of them alike; medians. Weights are
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_decode import commit, cpu_name
+from cpu_decode import CLOCKS, commit, cpu_name
 from torch import Tensor
 
 from kvferry.kernels.native.library import KINDS, Product, library
@@ -57,10 +58,10 @@ def ways(columns: int, rows: int, tokens: int, threads: int) -> dict[str, tuple[
 
     halves, floats = copies(narrow), copies(narrow.float())
     reordered = {
-        dtype: [packed._reorder_linear_weight(its.to_mkldnn(), tokens) for its in weights]
+        dtype: [packed._reorder_linear_weight(its, tokens) for its in weights]
         for dtype, weights in (("float32", floats), ("bfloat16", halves))
     }
-    of_mkl = [mkl._mkl_reorder_linear_weight(its.to_mkldnn(), tokens) for its in floats]
+    of_mkl = [mkl._mkl_reorder_linear_weight(its, tokens) for its in floats]
     found: dict[str, tuple[Call, int]] = {
         "float32": (lambda i: linear(x, floats[i]), 4),
         "implicit": (lambda i: _implicit(x, floats[i]), 4),
@@ -93,16 +94,18 @@ def _implicit(x: Tensor, weight: Tensor) -> Tensor:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-def times(calls: dict[str, tuple[Call, int]], seconds: float) -> dict[str, float]:
+def times(
+    calls: dict[str, tuple[Call, int]], seconds: float, clock: Callable[[], float]
+) -> dict[str, float]:
     """The median of each way's calls in seconds; at least three of each, one after another."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     begun_s, number = time.perf_counter(), 0
     while number < 4 or time.perf_counter() - begun_s < seconds * len(calls):
         for name, (call, size) in calls.items():
             copy = number % max(1, CACHED_BYTES // size)
-            started_s = time.perf_counter()
+            started_s = clock()
             call(copy)
-            taken[name].append(time.perf_counter() - started_s)
+            taken[name].append(clock() - started_s)
         number += 1
     return {name: statistics.median(each[1:]) for name, each in taken.items()}
 
@@ -118,7 +121,9 @@ def copy_gb_per_s() -> float:
     return 2e-9 * COPIED_BYTES / statistics.median(taken)
 
 
-def measure(columns: int, rows: int, tokens: int, threads: int, seconds: float) -> dict[str, Any]:
+def measure(
+    columns: int, rows: int, tokens: int, threads: int, seconds: float, clock: Callable[[], float]
+) -> dict[str, Any]:
     """One cell, all ways."""
     calls = ways(columns, rows, tokens, threads)
     cell: dict[str, Any] = {
@@ -128,7 +133,7 @@ def measure(columns: int, rows: int, tokens: int, threads: int, seconds: float) 
         "threads": threads,
         "ways": {},
     }
-    for name, taken_s in times(calls, seconds).items():
+    for name, taken_s in times(calls, seconds, clock).items():
         cell["ways"][name] = {
             "ms": 1e3 * taken_s,
             "gflop_per_s": 2e-9 * columns * rows * tokens / taken_s,
@@ -149,9 +154,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 64, 1024], help="tokens")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=0.3, help="of each way in each cell")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: the process's own time")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
     arguments = parser.parse_args()
-    cells, copies = [], {}
+    cells, copies, clock = [], {}, CLOCKS[arguments.clock]
     with torch.inference_mode(False), torch.no_grad():
         for threads in arguments.threads:
             torch.set_num_threads(threads)
@@ -160,7 +166,7 @@ def main() -> int:
             for tokens in arguments.rows:
                 for columns, rows in SHAPES:
                     if tokens * rows <= 64 * SHAPES[-1][1]:  # a prompt's logits are of one token
-                        cells.append(measure(columns, rows, tokens, threads, arguments.seconds))
+                        cells.append(measure(columns, rows, tokens, threads, arguments.seconds, clock))
                         sys.stdout.write(line(cells[-1]) + "\n")
                         sys.stdout.flush()
     if arguments.output is not None:

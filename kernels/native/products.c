@@ -10,20 +10,22 @@
 #include "lanes.h"
 #include "threads.h"
 
-/* Tokens of a tile, and rows of weights beside so many tokens: as many sums as there are registers for. */
+/* Tokens of a tile, and rows of weights beside so many: as many sums as there are registers for, and tokens that stay
+ * in the nearest cache. */
 #ifdef __AVX512VL__
-enum { MOST_TOKENS = 8 };
-#define TILE_ROWS(B) ((B) <= 3 ? 8 : (B) == 4 ? 6 : (B) <= 6 ? 4 : 3)
+enum { MOST_TOKENS = 4 };
+#define TILE_ROWS(B) ((B) <= 3 ? 8 : 6)
 #else
 enum { MOST_TOKENS = 3 };
 #define TILE_ROWS(B) ((B) == 1 ? 8 : 4)
 #endif
+enum { MOST_ROWS = 8 };
 
 /* A part's rows are a multiple of each tile's, and about so many bytes of weights. */
-enum { LEAST_ROWS = 24, MOST_ROWS = 96, PART_BYTES = 1 << 17 };
+enum { LEAST_PART = 24, MOST_PART = 96, PART_BYTES = 1 << 17 };
 
-/* Numbers of x that a tile reads before the next rows' tile reads them again, from the nearest cache. */
-enum { NEAR = 4096 };
+/* Bytes of a row from which weights are fetched ahead. */
+enum { AHEAD = 512 };
 
 /* Products of fewer weights and tokens are not worth another thread. */
 enum { SHARED = 1 << 19 };
@@ -36,6 +38,8 @@ int kvferry_kinds(void) {
     return 1 << FLOAT32 | 1 << BFLOAT16;
 #endif
 }
+
+INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 
 /* WIDTH weights from number `at` on. */
 INLINE wide wide_weights(const int kind, const void *weight, int64_t at) {
@@ -63,77 +67,61 @@ INLINE lanes some_weights(const int kind, const void *weight, int64_t at) {
 
 INLINE lanes halves_added(wide its) {
 #ifdef __AVX512F__
-    lanes low, high;
-    memcpy(&low, &its, sizeof low);
-    memcpy(&high, (const char *)&its + sizeof low, sizeof high);
-    return low + high;
+    const __m512d all = (__m512d)its;
+    return (lanes)_mm512_castpd512_pd256(all) + (lanes)_mm512_extractf64x4_pd(all, 1);
 #else
     return its;
 #endif
 }
 
-/* R rows of weights times B tokens of x, the columns from `first` up to `end`. Before the first columns sums are 0,
- * and those of a tile that is not at its last columns are in `partial` [R, B]. */
-INLINE void tile(const int kind, const int R, const int B, const product *its, int64_t row, const float *x, float *y,
-                 int64_t first, int64_t end, wide *partial) {
-    const int64_t columns = its->columns, rows = its->rows;
-    wide sums[8][MOST_TOKENS];
-#pragma GCC unroll 8
+/* sums [R, B] of R rows of weights, `apart` from one another, times B tokens of x, but for columns beyond the last
+ * WIDTH. */
+INLINE void tile(const int kind, const int R, const int B, const product *its, int64_t row, int64_t apart,
+                 const float *x, wide *sums) {
+    const int64_t columns = its->columns;
+    wide own[MOST_ROWS][MOST_TOKENS]; /* in registers */
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int b = 0; b < B; b++) sums[r][b] = first ? partial[r * B + b] : (wide){0};
-    int64_t k = first;
-    for (; k + WIDTH <= end; k += WIDTH) {
-        if (R <= B) {
-            wide weights[8];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) weights[r] = wide_weights(kind, its->weight, (row + r) * columns + k);
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) {
-                const wide token = load_wide(x + b * columns + k);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) sums[r][b] += weights[r] * token;
-            }
-        } else {
-            wide tokens[MOST_TOKENS];
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) tokens[b] = load_wide(x + b * columns + k);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const wide weights = wide_weights(kind, its->weight, (row + r) * columns + k);
-#pragma GCC unroll 8
-                for (int b = 0; b < B; b++) sums[r][b] += weights * tokens[b];
-            }
+        for (int b = 0; b < B; b++) own[r][b] = (wide){0};
+    for (int64_t k = 0; k + WIDTH <= columns; k += WIDTH) {
+        wide tokens[MOST_TOKENS];
+        for (int b = 0; b < B; b++) tokens[b] = load_wide(x + b * columns + k);
+        for (int r = 0; r < R; r++) {
+            const wide weights = wide_weights(kind, its->weight, (row + r * apart) * columns + k);
+            __builtin_prefetch((const char *)its->weight + ((row + r * apart) * columns + k) * size_of(kind) + AHEAD);
+            for (int b = 0; b < B; b++) own[r][b] += weights * tokens[b];
         }
     }
-    if (end < columns) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int b = 0; b < B; b++) partial[r * B + b] = sums[r][b];
-        return;
-    }
-#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int b = 0; b < B; b++) {
-            lanes all = halves_added(sums[r][b]);
-            if (k < end) all += some_weights(kind, its->weight, (row + r) * columns + k) * load(x + b * columns + k);
-            y[b * rows + row + r] = sum(all) + (its->bias ? its->bias[row + r] : 0.0f);
+        for (int b = 0; b < B; b++) sums[r * B + b] = own[r][b];
+}
+
+/* y of R rows and B tokens, from their sums. */
+static void finish(const product *its, int64_t row, int64_t apart, int64_t R, int64_t B, const float *x,
+                   const wide *sums, float *y) {
+    const int64_t columns = its->columns, last = columns / WIDTH * WIDTH;
+    for (int64_t end = row + R * apart; row < end; row += apart)
+        for (int64_t b = 0; b < B; b++) {
+            lanes all = halves_added(*sums++);
+            if (last < columns)
+                all += some_weights(its->kind, its->weight, row * columns + last) * load(x + b * columns + last);
+            y[b * its->rows + row] = sum(all) + (its->bias ? its->bias[row] : 0.0f);
         }
 }
 
-/* The rows from `first` up to `end` times B tokens. */
+/* The rows from `first` up to `end` times B tokens. A tile's rows are apart, so that one tile after another reads each
+ * of R places of the memory from beginning to end, which processors foresee. */
 INLINE void tiles(const int kind, const int B, const product *its, int64_t first, int64_t end, const float *x,
                   float *y) {
     const int R = TILE_ROWS(B);
-    const int64_t columns = its->columns, block = columns * B <= NEAR ? columns : NEAR / B / WIDTH * WIDTH;
-    wide partial[MOST_ROWS * MOST_TOKENS];
-    for (int64_t k = 0; k < columns; k += block) {
-        const int64_t last = k + block < columns ? k + block : columns;
-        int64_t row = first;
-        for (; row + R <= end; row += R) tile(kind, R, B, its, row, x, y, k, last, partial + (row - first) * B);
-        for (; row < end; row++) tile(kind, 1, B, its, row, x, y, k, last, partial + (row - first) * B);
+    wide sums[MOST_ROWS * MOST_TOKENS];
+    const int64_t apart = (end - first) / R;
+    for (int64_t row = first; row < first + apart; row++) {
+        tile(kind, R, B, its, row, apart, x, sums);
+        finish(its, row, apart, R, B, x, sums, y);
+    }
+    for (int64_t row = first + R * apart; row < end; row++) {
+        for (int b = 0; b < B; b++) tile(kind, 1, 1, its, row, 0, x + b * its->columns, sums + b);
+        finish(its, row, 1, 1, B, x, sums, y);
     }
 }
 
@@ -142,25 +130,21 @@ INLINE void multiply_kind(const int kind, const product *its, int64_t first, int
     for (int64_t b = 0; b < B; b += MOST_TOKENS) {
         const float *from = x + b * its->columns;
         float *to = y + b * its->rows;
-        switch (B - b < MOST_TOKENS ? B - b : MOST_TOKENS) {
-            case 1: tiles(kind, 1, its, first, end, from, to); break;
-            case 2: tiles(kind, 2, its, first, end, from, to); break;
-            case 3: tiles(kind, 3, its, first, end, from, to); break;
-#ifdef __AVX512VL__
-            case 4: tiles(kind, 4, its, first, end, from, to); break;
-            case 5: tiles(kind, 5, its, first, end, from, to); break;
-            case 6: tiles(kind, 6, its, first, end, from, to); break;
-            case 7: tiles(kind, 7, its, first, end, from, to); break;
-            case 8: tiles(kind, 8, its, first, end, from, to); break;
-#endif
-        }
+        if (B - b >= MOST_TOKENS)
+            tiles(kind, MOST_TOKENS, its, first, end, from, to);
+        else if (B - b == 3)
+            tiles(kind, 3, its, first, end, from, to);
+        else if (B - b == 2)
+            tiles(kind, 2, its, first, end, from, to);
+        else
+            tiles(kind, 1, its, first, end, from, to);
     }
 }
 
 int64_t part_rows(const product *its) {
-    const int64_t row_bytes = its->columns * (its->kind == FLOAT32 ? 4 : 2);
-    const int64_t rows = PART_BYTES / row_bytes / LEAST_ROWS * LEAST_ROWS;
-    return rows < LEAST_ROWS ? LEAST_ROWS : rows > MOST_ROWS ? MOST_ROWS : rows;
+    const int64_t row_bytes = its->columns * size_of(its->kind);
+    const int64_t rows = PART_BYTES / row_bytes / LEAST_PART * LEAST_PART;
+    return rows < LEAST_PART ? LEAST_PART : rows > MOST_PART ? MOST_PART : rows;
 }
 
 int64_t num_parts(const product *its) { return (its->rows + part_rows(its) - 1) / part_rows(its); }
