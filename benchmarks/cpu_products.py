@@ -94,9 +94,7 @@ def _implicit(x: Tensor, weight: Tensor) -> Tensor:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-def times(
-    calls: dict[str, tuple[Call, int]], seconds: float, clock: Callable[[], float]
-) -> dict[str, float]:
+def times(calls: dict[str, tuple[Call, int]], seconds: float, clock: Callable[[], float]) -> dict[str, float]:
     """The median of each way's calls in seconds; at least three of each, one after another."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     begun_s, number = time.perf_counter(), 0

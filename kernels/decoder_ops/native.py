@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvferry.kernels.native import library as native
 
-MAX_ROWS = 8
-"""With more rows, torch's products are as fast."""
+COLUMNS = 8
+"""A product's number of columns must be a multiple of it."""
 PRODUCTS = ("queries", "keys", "values", "output", "gate", "up", "down")
 NORMS = ("input", "queries_norm", "keys_norm", "inner")
 
@@ -37,8 +37,8 @@ class Weights(NamedTuple):
 class NativeDecoder:
     """A model's weights as C code finds them.
 
-    Weights that are 16-bit numbers, as those of most checkpoints, are copied as such: a step then reads half
-    the bytes, and computes the same.
+    float32 weights that are 16-bit numbers, as those of most checkpoints, are copied as such: a step then
+    reads half the bytes, and computes the same.
 
     Args:
         layers: by the names in `NORMS` and `PRODUCTS`; without norms of heads if there are none.
@@ -68,26 +68,24 @@ class NativeDecoder:
 
     def _product(self, weights: Weights) -> native.Product:
         weight, kinds = weights.weight, self._library.kvferry_kinds()
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16) if weight.dtype == torch.float32 else ():
             narrow = weight.to(dtype)
             if kinds >> native.KINDS[dtype] & 1 and torch.equal(narrow.float(), weight):
                 weight = narrow
                 break
-        self._read.append(weight)
-        bias = None
-        if weights.bias is not None:
-            self._read.append(weights.bias)
-            bias = weights.bias.data_ptr()
-        return native.Product(weight.data_ptr(), bias, *weight.shape, native.KINDS[weight.dtype])
+        self._read += [weight] if weights.bias is None else [weight, weights.bias]
+        return _product(weight, weights.bias)
 
     @staticmethod
     def problem(weights: Sequence[Weights]) -> str | None:
         """Why a model with these weights cannot be run; None if it can."""
         for its in _tensors(weights):
-            if its.dtype != torch.float32 or its.device.type != "cpu" or not its.is_contiguous():
-                return f"a weight is {its.dtype} on {its.device}; it must be contiguous float32 on the CPU"
-        if any(its.weight.ndim == 2 and its.weight.shape[1] % 8 for its in weights):
-            return "a product's number of columns is no multiple of 8"
+            dtypes = (torch.float32,) if its.ndim == 1 else (torch.float32, torch.bfloat16)
+            if its.dtype not in dtypes or its.device.type != "cpu" or not its.is_contiguous():
+                allowed = " or ".join(map(str, dtypes))
+                return f"a weight is {its.dtype} on {its.device}; it must be contiguous {allowed} on the CPU"
+        if any(its.weight.ndim == 2 and its.weight.shape[1] % COLUMNS for its in weights):
+            return f"a product's number of columns is no multiple of {COLUMNS}"
         return None
 
     def begin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> NativeStep:
@@ -137,6 +135,30 @@ class NativeStep:
         pointers = map(Tensor.data_ptr, (self._hidden, self._change, logits))
         decoder._library.kvferry_logits(*weights, len(logits), self._num_threads, *pointers)
         return logits
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` by C code.
+
+    Args:
+        rows: float32 `[..., m]`.
+        weight: `[n, m]`, contiguous, of one of the library's dtypes; m is a multiple of `COLUMNS`.
+        bias: float32 `[n]`.
+
+    Returns: float32 `[..., n]`.
+    """
+    rows = rows.contiguous()
+    results = rows.new_empty((*rows.shape[:-1], len(weight)))
+    product, num_rows = _product(weight, bias), rows.numel() // weight.shape[1]
+    native.library().kvferry_multiply(
+        ctypes.addressof(product), num_rows, torch.get_num_threads(), rows.data_ptr(), results.data_ptr()
+    )
+    return results
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> native.Product:
+    bias_at = None if bias is None else bias.data_ptr()
+    return native.Product(weight.data_ptr(), bias_at, *weight.shape, native.KINDS[weight.dtype])
 
 
 def _tensors(weights: Sequence[Weights]) -> Iterator[Tensor]:
