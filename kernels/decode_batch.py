@@ -9,6 +9,7 @@ sequence joins and leaves alone: the other slots' descriptors stay as they are.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -231,7 +232,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         path = "native" if is_compared() else planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
         self._in_triton = path in ("triton", "interpreter")
-        self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None
+        self._c_code = _in_threads(self.C_FUNCTION) if self._is_native else None
         self._packed_tokens: tuple[Tensor, Tensor] | None = None  # entries and codes, for C code
         self.has_tables = self._is_native or self._in_triton
         self.op, self._shape, self._base = op, shape, base
@@ -396,6 +397,13 @@ def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
     return first, [keys.stride(0), values.stride(0), 0, *[other.stride(0) for other in others]]
 
 
+def _in_threads(name: str) -> Callable[..., int]:
+    """A function of the C library, called for each head by one of several threads."""
+    found = library()
+    function = ctypes.cast(getattr(found, name), ctypes.c_void_p).value
+    return partial(found.kvferry_attend_in_threads, function)
+
+
 def attend_in_c(
     function: Callable[..., int],
     heads: Tensor,
@@ -405,9 +413,10 @@ def attend_in_c(
     entries: Tensor | None = None,
     codes: Tensor | None = None,
 ) -> None:
-    """Append a row to every head of a table and attend, by a function of the C library.
+    """Append a row to every head of a table and attend, by C code in as many threads as torch has.
 
     Args:
+        function: of `_in_threads`.
         heads: int64 `[n, fields]`, contiguous, with the function's fields.
         base: float32, one-dimensional; where the rows are.
         step, output: float32 and contiguous, of n heads.
@@ -418,10 +427,11 @@ def attend_in_c(
     """
     queries, keys, values, scaling = step
     assert isinstance(scaling, float), "another softmax runs in torch"
-    packed: tuple[int, ...] = ()
+    packed: tuple[int | None, ...] = (None, 0, None, 0)
     if entries is not None and codes is not None:
         packed = (entries.data_ptr(), entries.shape[1], codes.data_ptr(), codes.numel())
     failed = function(
+        torch.get_num_threads(),
         heads.data_ptr(),
         *heads.shape,
         base.data_ptr(),

@@ -64,9 +64,6 @@ NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa"
 """Ops that have C code for CPUs."""
 NATIVE_CALLS = ("chunk_scores",)
 """Those of which every call is, the others only for a decode step's whole batch."""
-NATIVE_THREADS = 4
-"""The C code of decode steps uses one thread; where torch has more than this, it is not used. That of
-`NATIVE_CALLS` uses as many as torch."""
 
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
@@ -201,8 +198,6 @@ def uses_native(op: str, device: torch.device) -> bool:
     if op not in NATIVE_OPS or device.type != "cpu" or _state.mode != "auto":
         return False
     if _thread.torch_only or rehearsing.is_on:
-        return False
-    if op not in NATIVE_CALLS and torch.get_num_threads() > NATIVE_THREADS:
         return False
     if _state.has_native is None:
         _state.has_native = is_available()

@@ -1,9 +1,10 @@
-"""A decode step of a float32 model like Llama on a CPU: everything beside attention, in one thread of C.
+"""A decode step of a float32 model like Llama on a CPU: everything beside attention, in C.
 
     begin ──► project layer 0 ──► attention ──► finish layer 0 ──► project layer 1 ──► ... ──► logits
 
-Called by `shared/model/fused_decode.py`, with the model's own weights; the code is in `kernels/native`.
-Results differ from torch's by the order of sums and by e^x in the last place.
+Called by `shared/model/fused_decode.py`, with the model's own weights; the code is in `kernels/native`. As
+many threads as torch has share the products that are large enough. Results differ from torch's by the order
+of sums and by e^x in the last place.
 
 Legend: B rows (one token each), N hidden size, H query heads, H_kv KV heads, D head_dim.
 """
@@ -19,10 +20,8 @@ from torch import Tensor
 
 from kvferry.kernels.native import library as native
 
-MAX_ROWS = 8
-"""With more rows, torch's products are as fast, and may use several threads."""
-MAX_LAYER_BYTES = 8 << 20
-"""Weights of a layer; if there is more than one thread, torch's products of larger ones are faster."""
+COLUMNS = 8
+"""A product's number of columns must be a multiple of it."""
 PRODUCTS = ("queries", "keys", "values", "output", "gate", "up", "down")
 NORMS = ("input", "queries_norm", "keys_norm", "inner")
 
@@ -38,8 +37,8 @@ class Weights(NamedTuple):
 class NativeDecoder:
     """A model's weights as C code finds them.
 
-    Weights that are 16-bit numbers, as those of most checkpoints, are copied as such: a step then reads half
-    the bytes, and computes the same.
+    float32 weights that are 16-bit numbers, as those of most checkpoints, are copied as such: a step then
+    reads half the bytes, and computes the same.
 
     Args:
         layers: by the names in `NORMS` and `PRODUCTS`; without norms of heads if there are none.
@@ -69,29 +68,24 @@ class NativeDecoder:
 
     def _product(self, weights: Weights) -> native.Product:
         weight, kinds = weights.weight, self._library.kvferry_kinds()
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16) if weight.dtype == torch.float32 else ():
             narrow = weight.to(dtype)
             if kinds >> native.KINDS[dtype] & 1 and torch.equal(narrow.float(), weight):
                 weight = narrow
                 break
-        self._read.append(weight)
-        bias = None
-        if weights.bias is not None:
-            self._read.append(weights.bias)
-            bias = weights.bias.data_ptr()
-        return native.Product(weight.data_ptr(), bias, *weight.shape, native.KINDS[weight.dtype])
+        self._read += [weight] if weights.bias is None else [weight, weights.bias]
+        return _product(weight, weights.bias)
 
     @staticmethod
-    def problem(weights: Sequence[Weights], num_layers: int) -> str | None:
+    def problem(weights: Sequence[Weights]) -> str | None:
         """Why a model with these weights cannot be run; None if it can."""
         for its in _tensors(weights):
-            if its.dtype != torch.float32 or its.device.type != "cpu" or not its.is_contiguous():
-                return f"a weight is {its.dtype} on {its.device}; it must be contiguous float32 on the CPU"
-        if any(its.weight.ndim == 2 and its.weight.shape[1] % 8 for its in weights):
-            return "a product's number of columns is no multiple of 8"
-        size = sum(its.numel() * 4 for its in _tensors(weights)) / num_layers
-        if size > MAX_LAYER_BYTES and torch.get_num_threads() > 1:
-            return f"a layer has {size:.0f} bytes of weights; with several threads {MAX_LAYER_BYTES} at most"
+            dtypes = (torch.float32,) if its.ndim == 1 else (torch.float32, torch.bfloat16)
+            if its.dtype not in dtypes or its.device.type != "cpu" or not its.is_contiguous():
+                allowed = " or ".join(map(str, dtypes))
+                return f"a weight is {its.dtype} on {its.device}; it must be contiguous {allowed} on the CPU"
+        if any(its.weight.ndim == 2 and its.weight.shape[1] % COLUMNS for its in weights):
+            return f"a product's number of columns is no multiple of {COLUMNS}"
         return None
 
     def begin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> NativeStep:
@@ -103,7 +97,7 @@ class NativeStep:
     """One step of B tokens, whose calls follow the order of the layers."""
 
     def __init__(self, decoder: NativeDecoder, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self._decoder = decoder
+        self._decoder, self._num_threads = decoder, torch.get_num_threads()
         self._hidden, self._cos, self._sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
         self._change: Tensor | None = None
         self._scratch = hidden.new_empty(max(2 * decoder._inner, hidden.shape[1]) * len(hidden))
@@ -118,7 +112,9 @@ class NativeStep:
         queries, keys, values = torch.split(rows, sizes)
         change = None if self._change is None else self._change.data_ptr()
         others = map(Tensor.data_ptr, (self._cos, self._sin, self._scratch, queries, keys, values))
-        decoder._library.kvferry_project(decoder._at[layer], count, hidden.data_ptr(), change, *others)
+        decoder._library.kvferry_project(
+            decoder._at[layer], count, self._num_threads, hidden.data_ptr(), change, *others
+        )
         shape = (count, num_kv_heads, -1, decoder._head_dim)
         return queries.view(shape), keys.view(shape[:2] + shape[3:]), values.view(shape[:2] + shape[3:])
 
@@ -128,7 +124,7 @@ class NativeStep:
             self._change = torch.empty_like(self._hidden)
         decoder, attended = self._decoder, attended.contiguous()
         pointers = map(Tensor.data_ptr, (attended, self._hidden, self._change, self._scratch))
-        decoder._library.kvferry_finish(decoder._at[layer], len(self._hidden), *pointers)
+        decoder._library.kvferry_finish(decoder._at[layer], len(attended), self._num_threads, *pointers)
 
     def logits(self) -> Tensor:
         """After the last layer. Returns: float32 `[B, V]`."""
@@ -137,8 +133,32 @@ class NativeStep:
         logits = self._hidden.new_empty((len(self._hidden), decoder._vocab_size))
         weights = map(ctypes.addressof, (decoder._last, decoder._head))
         pointers = map(Tensor.data_ptr, (self._hidden, self._change, logits))
-        decoder._library.kvferry_logits(*weights, len(self._hidden), *pointers)
+        decoder._library.kvferry_logits(*weights, len(logits), self._num_threads, *pointers)
         return logits
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` by C code.
+
+    Args:
+        rows: float32 `[..., m]`.
+        weight: `[n, m]`, contiguous, of one of the library's dtypes; m is a multiple of `COLUMNS`.
+        bias: float32 `[n]`.
+
+    Returns: float32 `[..., n]`.
+    """
+    rows = rows.contiguous()
+    results = rows.new_empty((*rows.shape[:-1], len(weight)))
+    product, num_rows = _product(weight, bias), rows.numel() // weight.shape[1]
+    native.library().kvferry_multiply(
+        ctypes.addressof(product), num_rows, torch.get_num_threads(), rows.data_ptr(), results.data_ptr()
+    )
+    return results
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> native.Product:
+    bias_at = None if bias is None else bias.data_ptr()
+    return native.Product(weight.data_ptr(), bias_at, *weight.shape, native.KINDS[weight.dtype])
 
 
 def _tensors(weights: Sequence[Weights]) -> Iterator[Tensor]:

@@ -27,12 +27,12 @@ import torch
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-pthread", "-shared", "-fPIC")
 COMPILE_S = 60.0
 CACHE = Path(".cache") / "kvferry" / "native"
 """In the user's home."""
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""`decoder.c`'s numbers of weights' dtypes."""
+"""`products.h`'s numbers of weights' dtypes."""
 _TOLERANCE = 1e-5
 _Check = Callable[[], dict[str, float]]
 _checks: list[_Check] = []
@@ -41,9 +41,11 @@ _HEADS = (_pointer, _int, _int, _pointer, _int)
 _PACKED = (_pointer, _int, _pointer, _int)
 _STEP = (_int, _int, _pointer, _pointer, _pointer, _float, _pointer)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "project": (None, (_pointer, _int, *[_pointer] * 8)),
-    "finish": (None, (_pointer, _int, *[_pointer] * 4)),
-    "logits": (None, (_pointer, _pointer, _int, *[_pointer] * 3)),
+    "multiply": (None, (_pointer, _int, _int, _pointer, _pointer)),
+    "project": (None, (_pointer, _int, _int, *[_pointer] * 8)),
+    "finish": (None, (_pointer, _int, _int, *[_pointer] * 4)),
+    "logits": (None, (_pointer, _pointer, _int, _int, *[_pointer] * 3)),
+    "attend_in_threads": (ctypes.c_int, (_pointer, _int, *_HEADS, *_PACKED, *_STEP)),
     "attend": (ctypes.c_int, (*_HEADS, *_STEP)),
     "attend_sparse": (ctypes.c_int, (*_HEADS, *_STEP)),
     "attend_packed": (ctypes.c_int, (*_HEADS, *_PACKED, *_STEP)),
@@ -63,7 +65,7 @@ class Norm(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """`product` of `decoder.c`."""
+    """`product` of `products.h`."""
 
     _fields_ = [("weight", _pointer), ("bias", _pointer), ("rows", _int), ("columns", _int), ("kind", _int)]
 

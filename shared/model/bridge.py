@@ -371,7 +371,7 @@ class TransformersModel:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
         fused = self._fused if not self._skipped[1] else None
         if fused is not None:
-            if fused.runs_natively(len(token_ids)):
+            if fused.runs_natively():
                 return fused.run_natively(token_ids, positions, attention)
             path = path_for("decoder_ops", self.device, self._fused_problem)
             if path != "torch" or (self.device.type == "cpu" and mode() == "auto"):

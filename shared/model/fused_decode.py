@@ -4,11 +4,11 @@
                   ──► silu product ──► down ──► add ──► ... ──► norm ──► head
 
 Eight launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads; on a
-CPU two calls of C code, if the weights are plain and the batch is small. Only for model types whose modules
-are known; all else goes through transformers' modules (`bridge.py`). On a CPU the results in torch are the
-modules', bit by bit. On a GPU the weights of q, k and v, and those of gate and up, are moved side by side in
-memory, where the modules use them too, and multiplied at once. Other linear layers, such as quantised ones,
-are called as modules: eleven launches.
+CPU two calls of C code, if the weights are plain. Only for model types whose modules are known; all else goes
+through transformers' modules (`bridge.py`). On a CPU the results in torch are the modules', bit by bit. On a
+GPU the weights of q, k and v, and those of gate and up, are moved side by side in memory, where the modules
+use them too, and multiplied at once. Other linear layers, such as quantised ones, are called as modules:
+eleven launches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kvferry.kernels.decoder_ops import add_norm, rotate, silu_product
-from kvferry.kernels.decoder_ops.native import MAX_ROWS, NativeDecoder, Weights
+from kvferry.kernels.decoder_ops.native import NativeDecoder, Weights
 from kvferry.kernels.dispatch import count, uses_native
 from kvferry.shared.model.interface import DecodeAttention
+from kvferry.shared.model.narrow import NarrowLinear
 from kvferry.shared.model.spec import ModelSpec
 
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -71,11 +72,9 @@ class FusedDecode:
         logits: Tensor = self._head(hidden)
         return logits.float()
 
-    def runs_natively(self, num_rows: int) -> bool:
-        """Whether `run_natively` takes a step of so many sequences now."""
-        if self._weights is None or num_rows > MAX_ROWS:
-            return False
-        if not uses_native("decoder_ops", self._weights[1].weight.device):
+    def runs_natively(self) -> bool:
+        """Whether `run_natively` takes a step now."""
+        if self._weights is None or not uses_native("decoder_ops", self._weights[1].weight.device):
             return False
         if self._native is None:
             self._native = NativeDecoder(*self._weights, self._head_dim)
@@ -148,7 +147,7 @@ class JoinedProducts(Products):
     @staticmethod
     def can_join(modules: Sequence[Any]) -> bool:
         """Whether these are plain linear layers of one dtype, all with a bias or none."""
-        if not all(map(_is_plain, modules)):
+        if not all(_is_plain(its, nn.Linear) for its in modules):
             return False
         return len({(its.weight.dtype, its.weight.device, its.bias is None) for its in modules}) == 1
 
@@ -208,45 +207,48 @@ def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weig
     for layer in decoder.layers:
         names = dict(layer.named_modules())
         products = {name: names[path] for name, path in _PRODUCTS.items()}
-        if not all(_is_plain(its) for its in (*products.values(), head)):
+        if not all(_is_plain(its, nn.Linear, NarrowLinear) for its in (*products.values(), head)):
             return None
         weights = {name: Weights(its.weight, its.bias) for name, its in products.items()}
         norms = {name: names[path] for name, path in _LAYER_NORMS.items() if path in names}
         layers.append(weights | {name: _norm_weights(its) for name, its in norms.items()})
-    every = [its for weights in layers for its in weights.values()]
     last, of_head = _norm_weights(decoder.norm), Weights(head.weight, head.bias)
-    if NativeDecoder.problem(every, len(layers)) or NativeDecoder.problem([last, of_head], len(layers)):
+    if NativeDecoder.problem([last, of_head, *(its for weights in layers for its in weights.values())]):
         return None
     return layers, last, of_head
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain(module: Any, *classes: type[nn.Linear]) -> bool:
     """Whether a module is a linear layer whose weight is a tensor as torch makes it: quantised ones have
     weights of other classes, or under other names."""
     weight = getattr(module, "weight", None)
-    return type(module) is nn.Linear and isinstance(weight, Tensor) and type(weight.data) is Tensor
+    return type(module) in classes and isinstance(weight, Tensor) and type(weight.data) is Tensor
 
 
 def _norm_weights(module: Any) -> Weights:
     return Weights(module.weight, eps=module.variance_epsilon)
 
 
-def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
-    """The step of a transformers model whose modules are known; None for others.
+def has_known_modules(model: Any) -> bool:
+    """Whether a transformers model is one whose modules are known.
 
-    The modules' names are checked, so that one that a new version of transformers adds is not left out.
+    Their names are checked, so that one that a new version of transformers adds is not left out.
     """
-    config = model.config
-    plain = config.model_type in _TYPES and not spec.layers and config.hidden_act == "silu"
-    if not plain or not spec.head_dim:
-        return None
+    if model.config.model_type not in _TYPES or model.config.hidden_act != "silu":
+        return False
     decoder = model.get_decoder()
     for layer in decoder.layers:
         names = [{name for name, _ in its.named_children()} for its in (layer, layer.self_attn, layer.mlp)]
         if names[0] != _LAYER or names[1] not in (_ATTENTION, _ATTENTION | _NORMS) or names[2] != _MLP:
-            return None
-    if {name for name, _ in decoder.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            return False
+    return {name for name, _ in decoder.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
+
+
+def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
+    """The step of a transformers model whose modules are known; None for others."""
+    if spec.layers or not spec.head_dim or not has_known_modules(model):
         return None
+    decoder = model.get_decoder()
     with torch.no_grad():
         cos, _ = decoder.rotary_emb(
             decoder.norm.weight[None, None],

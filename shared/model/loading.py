@@ -24,6 +24,8 @@ from kvferry.shared.model.checkpoint import (
     weight_files,
 )
 from kvferry.shared.model.flash_attention import use_flash_attention_3
+from kvferry.shared.model.fused_decode import has_known_modules
+from kvferry.shared.model.narrow import multiplies_in_bfloat16, narrow
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.probe import probed_model
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
@@ -47,7 +49,8 @@ def load_model(
         name: public model id; the folder's or id's last part if empty.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". Of
-            quantised weights "auto" is the checkpoint's own, but for those of compressed-tensors.
+            quantised weights "auto" is the checkpoint's own, but for those of compressed-tensors. With "auto"
+            the products of a checkpoint in bfloat16 may be so on a CPU, too (`narrow.py`).
         max_model_len: context window in tokens; 0 takes the model's own.
         ranks: load one rank's part of the model, of which the spec then is; its passes need all ranks.
 
@@ -65,11 +68,12 @@ def load_model(
         quantised = find_quantisation(config)
         if quantised is not None:
             check_quantisation(config, quantised, device=target, dtype=dtype)
-        if dtype == "auto" and target.type == "cpu" and (quantised is None or quantised.takes_any_dtype):
-            dtype = "float32"
+        text_config, is_narrow = config.get_text_config(), False
         # before the weights, with which the configuration gets the compute dtype
         own_dtype = _own_dtype(config)
-        text_config = config.get_text_config()
+        if dtype == "auto" and target.type == "cpu" and (quantised is None or quantised.takes_any_dtype):
+            dtype = "float32"
+            is_narrow = own_dtype == "bfloat16" and quantised is None and multiplies_in_bfloat16()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
         if ranks is not None:
@@ -85,6 +89,8 @@ def load_model(
         if quantised is not None and quantised.method == "compressed-tensors":
             keep_compressed(model)
         adapt(model)
+        if is_narrow and has_known_modules(model):
+            narrow(model)
         if ranks is not None:
             ranks.loaded()
         loaded_dtype = dtype_name(model.dtype)

@@ -112,8 +112,8 @@ class WorkerSettings(TracedSettings):
     device: Annotated[str, MODEL] = Field("auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
     dtype: Annotated[str, MODEL] = Field(
         "auto",
-        description="auto (the checkpoint's own on CUDA, float32 on CPU; of quantised weights see "
-        "docs/models.md), float32, float16 or bfloat16",
+        description="auto (the checkpoint's own on CUDA; float32 on CPU, with prompts' products in bfloat16 "
+        "if the checkpoint is; of quantised weights see docs/models.md), float32, float16 or bfloat16",
     )
     kernels: Annotated[Literal["auto", "torch", "triton"], MODEL] = Field(
         "auto",

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 NUM_MATES = 7
-"""With more, torch computes the products; see docs/limits.md."""
 NUM_TOKENS, NUM_OF_MATES = 120, 40
 QUESTION = [5, 9, 11, 3]
 

@@ -13,7 +13,7 @@ from kvtest.tiny_models import make_model
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
+from kvferry.kernels.decoder_ops.native import PRODUCTS
 from kvferry.kernels.native.library import KINDS, Product, is_available, library
 from kvferry.kernels.quarantine import quarantined, state
 from kvferry.shared.model.bridge import TransformersModel
@@ -102,11 +102,11 @@ def products_of(model: TransformersModel) -> list[Product]:
 
 
 @pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
-@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("num_rows", [*range(1, 9), 33])
 def test_every_batch_of_native_code_computes_each_row_alone(tmp_path: Path, num_rows: int) -> None:
     model = load(tmp_path, "llama")
     tokens = 7 * torch.arange(num_rows) + 3
-    positions = 250 * torch.arange(num_rows) + 1
+    positions = 250 * torch.arange(num_rows) % 1900 + 1
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: object) -> Tensor:
         return queries * 0.5 + (keys + values)[:, :, None]
@@ -114,9 +114,7 @@ def test_every_batch_of_native_code_computes_each_row_alone(tmp_path: Path, num_
     together = model.decode(tokens, positions, attention=attention)
     for row in range(num_rows):
         alone = model.decode(tokens[row, None], positions[row, None], attention=attention)
-        torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-5)
-    assert model._fused is not None
-    assert not model._fused.runs_natively(MAX_ROWS + 1)
+        assert torch.equal(together[row], alone[0])
 
 
 @pytest.mark.parametrize("name", FUSED)
