@@ -27,6 +27,7 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest
+from kvferry.shared.compression.rdkv.epsilon import stand_in
 from kvferry.shared.control.messages import FirstToken
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
@@ -321,6 +322,7 @@ class PrefillEngine:
             prompt_logprobs=tuple(layers.logprobs.tokens) if layers.logprobs is not None else (),
             sibling_tokens=tuple(sibling_tokens),
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
+            epsilon_table=stand_in(job.resolved, fingerprint=spec.fingerprint),
         )
         self._observe(job, first, layers.times)
         return first
