@@ -78,8 +78,10 @@ def calibrate(config: CalibrateConfig, *, console: Console | None = None) -> int
 
     Raises: ConfigurationError: an option is wrong, or the folder cannot be written to.
     """
-    # A mistake is told before anything is measured.
-    methods, _, _ = _methods(config.methods), _retentions(config.retentions), _made_folder(config.calibration)
+    # Mistakes are told before anything is measured.
+    methods = _methods(config.methods)
+    _retentions(config.retentions)
+    _made_folder(config.calibration)
     CurveBook.read(config.calibration)
     console = console or Console(stderr=True, highlight=False)
     if config.threads:
@@ -157,7 +159,7 @@ class _GivenUp(Exception):
 
 
 def _lacking(config: CalibrateConfig, model: LanguageModel) -> tuple[bool, bool]:
-    """Whether there is no table of the model, and no curve, that it can use. Installs what tables there are."""
+    """Whether a table of the model is missing, and whether its curves are. Installs the tables there are."""
     fingerprint, applicable = model.spec.fingerprint, applicable_methods(model.spec.layers)
     install_tables("", calibration=config.calibration)
     has_curves = bool(CurveBook.read(config.calibration).methods(fingerprint))

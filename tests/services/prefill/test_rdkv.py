@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
 from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.errors import OTHER_RELEASE, Overloaded
+from kvferry.tools.evaluation.epsilon import save_table
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -53,6 +56,25 @@ async def test_a_prompts_tensors_are_those_of_one_process(
     assert first.method == method
     assert sum(done.bytes_by_kind.values()) < first.full_bytes
     assert_tensors_are_the_oracles(harness, request, done)
+
+
+async def test_the_first_token_says_whose_distortion_table_weighed_the_prompt(
+    harness: Harness, tmp_path: Path
+) -> None:
+    prompt = make_prompt(80)
+    first, _ = await harness.run(harness.request(prompt, plan=PLAN))
+    assert first.epsilon_table == "LLaMA-3.1-8B"
+    other, _ = await harness.run(harness.request(prompt, plan=plan_for("snapkv", budget=PLAN.budget)))
+    assert other.epsilon_table == ""
+    mine = {"fingerprints": {"float32": harness.model.spec.fingerprint}}
+    table = EpsilonTable(keys=(0.3, 0.01, 1e-5), values=(0.2, 0.02, 2e-5))
+    save_table(tmp_path / "m-0123.epsilon.json", table, origin=mine)
+    install_tables("", calibration=str(tmp_path))
+    try:
+        own, _ = await harness.run(harness.request(prompt, plan=PLAN))
+    finally:
+        install_tables("")
+    assert own.epsilon_table == ""
 
 
 @pytest.mark.covering(1)

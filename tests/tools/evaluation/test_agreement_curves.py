@@ -85,7 +85,7 @@ def test_a_router_reads_the_curves_from_the_output_folder(tmp_path: Path) -> Non
     with pytest.raises(SystemExit) as end:
         cli.main(["eval", *arguments, "--out", str(tmp_path)])
     assert end.value.code == 0
-    book = CurveBook.read([tmp_path])
+    book = CurveBook.read(str(tmp_path))
     fingerprint = model_fingerprint(DEMO_MODEL, dtype="bfloat16")
     assert book.methods(fingerprint) == ("random", "rdkv")
     random, rdkv = (book.find(fingerprint, method) for method in ("random", "rdkv"))
