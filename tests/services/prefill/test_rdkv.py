@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
-from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables
+from kvferry.shared.compression.rdkv import epsilon
 from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.control.server import serve_control
 from kvferry.shared.errors import OTHER_RELEASE, Overloaded
-from kvferry.tools.evaluation.epsilon import save_table
 
 if TYPE_CHECKING:
     from kvtest.prefill import Harness
@@ -59,22 +57,16 @@ async def test_a_prompts_tensors_are_those_of_one_process(
 
 
 async def test_the_first_token_says_whose_distortion_table_weighed_the_prompt(
-    harness: Harness, tmp_path: Path
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(80)
-    first, _ = await harness.run(harness.request(prompt, plan=PLAN))
-    assert first.epsilon_table == "LLaMA-3.1-8B"
-    other, _ = await harness.run(harness.request(prompt, plan=plan_for("snapkv", budget=PLAN.budget)))
-    assert other.epsilon_table == ""
-    mine = {"fingerprints": {"float32": harness.model.spec.fingerprint}}
-    table = EpsilonTable(keys=(0.3, 0.01, 1e-5), values=(0.2, 0.02, 2e-5))
-    save_table(tmp_path / "m-0123.epsilon.json", table, origin=mine)
-    install_tables("", calibration=str(tmp_path))
-    try:
-        own, _ = await harness.run(harness.request(prompt, plan=PLAN))
-    finally:
-        install_tables("")
+    own, _ = await harness.run(harness.request(prompt, plan=PLAN))
     assert own.epsilon_table == ""
+    monkeypatch.setattr(epsilon, "_tables", epsilon._Tables(measured=()))  # as for a model without one
+    for method, name in (("rdkv", "LLaMA-3.1-8B"), ("rdkv-draft", "LLaMA-3.1-8B"), ("snapkv", "")):
+        plan = plan_for(method, budget=PLAN.budget)
+        first, _ = await harness.run(harness.request(prompt, plan=plan))
+        assert first.epsilon_table == name
 
 
 @pytest.mark.covering(1)

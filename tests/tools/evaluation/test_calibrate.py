@@ -61,12 +61,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def config(other_model: Path, text: Path, tmp_path: Path) -> CalibrateConfig:
-    """Of a measurement that takes a second."""
+def of_a_second(model: Path, text: Path, folder: Path) -> CalibrateConfig:
+    """Options of a measurement that takes a second."""
+    folder.mkdir()
     return CalibrateConfig(
-        model=str(other_model),
-        calibration=made(tmp_path / "found"),
+        model=str(model),
+        calibration=str(folder),
         text=str(text),
         samples=3,
         length=256,
@@ -75,9 +75,27 @@ def config(other_model: Path, text: Path, tmp_path: Path) -> CalibrateConfig:
     )
 
 
-def made(folder: Path) -> str:
-    folder.mkdir()
-    return str(folder)
+@pytest.fixture
+def config(other_model: Path, text: Path, tmp_path: Path) -> CalibrateConfig:
+    """Of a folder in which nothing is."""
+    return of_a_second(other_model, text, tmp_path / "found")
+
+
+@pytest.fixture(scope="module")
+def measured(
+    other_model: Path, text: Path, loaded: TransformersModel, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder in which all is that `config` measures."""
+    config = of_a_second(other_model, text, tmp_path_factory.mktemp("measured") / "found")
+    calibrate_missing(config, loaded, never)
+    return Path(config.calibration)
+
+
+@pytest.fixture
+def again(config: CalibrateConfig, measured: Path) -> CalibrateConfig:
+    """Of a copy of it."""
+    shutil.copytree(measured, config.calibration, dirs_exist_ok=True)
+    return config
 
 
 def never() -> bool:
@@ -104,11 +122,11 @@ def test_one_command_measures_table_and_curves_and_says_what_they_say(
     assert {path.name for path in folder.iterdir()} == {table_path.name, curves_path.name, f"{name}.lock"}
 
     table = load_table(table_path)
-    for curve in (table.keys, table.values):
+    for errors in (table.keys, table.values):
         # two more bits divide the step by 5, four more by 17; the error falls with its square
-        assert 0.05 < curve[0] < 0.6
-        assert 15 < curve[0] / curve[1] < 35
-        assert 200 < curve[1] / curve[2] < 400
+        assert 0.05 < errors[0] < 0.6
+        assert 15 < errors[0] / errors[1] < 35
+        assert 200 < errors[1] / errors[2] < 400
     assert json.loads(table_path.read_text())["samples"] == 2
     assert model_fingerprint(DEMO_MODEL, dtype="float16") in table.fingerprints
 
@@ -239,7 +257,7 @@ def test_help_shows_the_options_and_the_machines_own_command(capsys: pytest.Capt
 
 
 def draw(tokenizer: ChatTokenizer, **changes: Any) -> list[Any]:
-    options = {"text": "", "data": "", "generated": False, "number": 5, "num_tokens": 400}
+    options: dict[str, Any] = {"text": "", "data": "", "generated": False, "number": 5, "num_tokens": 400}
     return draw_samples(tokenizer, max_model_len=2048, **(options | changes))
 
 
@@ -302,10 +320,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, *, stops_after: int = 1000) -> list
 
 
 def test_an_interrupted_measurement_goes_on_where_it_was(
-    config: CalibrateConfig, loaded: TransformersModel, tmp_path: Path
+    config: CalibrateConfig, loaded: TransformersModel, measured: Path
 ) -> None:
-    folder, whole = Path(config.calibration), config.model_copy(update={"calibration": made(tmp_path / "w")})
-    calibrate_missing(whole, loaded, never)
+    folder = Path(config.calibration)
     with pytest.MonkeyPatch.context() as patch:
         first = counted(patch, stops_after=2)
         with pytest.raises(Stopped):
@@ -318,7 +335,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
         calibrate_missing(config, loaded, never)
     assert (len(first), len(rest)) == (2, 1)
     assert not partial.exists()
-    (path,), (expected,) = folder.glob("*.quality.json"), (tmp_path / "w").glob("*.quality.json")
+    (path,), (expected,) = folder.glob("*.quality.json"), measured.glob("*.quality.json")
     assert load_curves(path).curves == load_curves(expected).curves
 
 
@@ -336,12 +353,10 @@ def test_what_is_left_of_another_measurement_is_not_used(
 
 
 def test_one_process_measures_and_another_that_waited_takes_what_it_found(
-    config: CalibrateConfig, loaded: TransformersModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: CalibrateConfig, loaded: TransformersModel, measured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = config.model_copy(update={"calibration": made(tmp_path / "other")})
-    calibrate_missing(other, loaded, never)
-    folder, measured = Path(config.calibration), counted(monkeypatch)
-    (lock,) = (tmp_path / "other").glob("*.lock")
+    folder, values = Path(config.calibration), counted(monkeypatch)
+    (lock,) = measured.glob("*.lock")
     waits = threading.Event()
 
     class Log:
@@ -356,11 +371,11 @@ def test_one_process_measures_and_another_that_waited_takes_what_it_found(
         waiting.start()
         assert waits.wait(60)
         assert not list(folder.glob("*.json"))
-        for path in (tmp_path / "other").glob("*.json"):
+        for path in measured.glob("*.json"):
             shutil.copy(path, folder)
     waiting.join(60)
     assert not waiting.is_alive()
-    assert not measured
+    assert not values
     assert not list(folder.glob("*.partial"))
 
 
@@ -379,32 +394,29 @@ def test_a_worker_that_ends_gives_up_after_the_prompt_at_hand(
 # ---- a worker's calibration ------------------------------------------------------------------------------
 
 
-def test_a_worker_measures_its_model_once_and_finds_it_by_the_fingerprint(
-    config: CalibrateConfig, loaded: TransformersModel, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_finds_what_was_measured_by_the_fingerprint_and_measures_nothing(
+    again: CalibrateConfig, loaded: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrate_missing(config, loaded, never)
-    book = CurveBook.read(config.calibration)
-    assert book.methods(loaded.spec.fingerprint) == ("snapkv",)
-    install_tables("", calibration=config.calibration)
+    assert CurveBook.read(again.calibration).methods(loaded.spec.fingerprint) == ("snapkv",)
+    install_tables("", calibration=again.calibration)
     assert own_table(loaded.spec.fingerprint) is not None
-    measured = counted(monkeypatch)
-    before = {path: path.stat().st_mtime_ns for path in Path(config.calibration).iterdir()}
-    calibrate_missing(config, loaded, never)
-    assert not measured
-    assert {path: path.stat().st_mtime_ns for path in Path(config.calibration).iterdir()} == before
+    values = counted(monkeypatch)
+    before = {path: path.stat().st_mtime_ns for path in Path(again.calibration).iterdir()}
+    calibrate_missing(again, loaded, never)
+    assert not values
+    assert {path: path.stat().st_mtime_ns for path in Path(again.calibration).iterdir()} == before
 
 
 def test_curves_of_ones_own_questions_stay_and_the_table_alone_is_measured(
-    config: CalibrateConfig, loaded: TransformersModel, monkeypatch: pytest.MonkeyPatch
+    again: CalibrateConfig, loaded: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrate_missing(config, loaded, never)
-    (curves,), (table,) = (Path(config.calibration).glob(f"*.{kind}.json") for kind in ("quality", "epsilon"))
-    content = curves.read_text(encoding="utf-8")
+    (curves,), (table,) = (Path(again.calibration).glob(f"*.{kind}.json") for kind in ("quality", "epsilon"))
+    content, expected = curves.read_text(encoding="utf-8"), load_table(table)
     table.unlink()
-    measured = counted(monkeypatch)
-    calibrate_missing(config, loaded, never)
-    assert table.exists()
-    assert not measured
+    values = counted(monkeypatch)
+    calibrate_missing(again, loaded, never)
+    assert load_table(table) == expected
+    assert not values
     assert curves.read_text(encoding="utf-8") == content
 
 
@@ -426,14 +438,13 @@ def test_a_model_without_kv_has_nothing_to_measure(
 
 @pytest.mark.parametrize("kind", ["quality", "epsilon"])
 def test_a_torn_file_is_refused_by_its_name(
-    config: CalibrateConfig, loaded: TransformersModel, capsys: pytest.CaptureFixture[str], kind: str
+    again: CalibrateConfig, loaded: TransformersModel, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    calibrate_missing(config, loaded, never)
-    (path,) = Path(config.calibration).glob(f"*.{kind}.json")
+    (path,) = Path(again.calibration).glob(f"*.{kind}.json")
     path.write_text(path.read_text(encoding="utf-8")[:200], encoding="utf-8")
     with pytest.raises(ConfigurationError, match=path.name):
-        calibrate_missing(config, loaded, never)
-    assert calibrate(*SMALL, "--calibration", config.calibration) == 2
+        calibrate_missing(again, loaded, never)
+    assert calibrate(*SMALL, "--calibration", again.calibration) == 2
     assert path.name in capsys.readouterr().err
 
 
