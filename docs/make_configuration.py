@@ -24,7 +24,7 @@ SECTIONS = {
     "Plan": ("plan",),
     "Machine": ("doctor", "compile"),
     "Evaluation": ("eval",),
-    "Calibration": ("calibrate epsilon", "calibrate quality", "calibrate machine"),
+    "Calibration": ("calibrate", "calibrate machine"),
 }
 KINDS = {"BYTES": "bytes", "TIME": "time", str: "text", int: "integer", float: "number", bool: "on or off"}
 

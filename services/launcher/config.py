@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -48,7 +49,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         900.0,
         gt=0,
         description="how long the services may take to become ready; on a GPU, kernels are compiled at the "
-        "first start",
+        "first start. Not with --calibrate",
     )
     log_level: Annotated[LogLevel, PROCESS] = Field("warning", description="least severe messages to log")
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
@@ -67,6 +68,11 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
                 "set"
             )
         return self
+
+    @property
+    def ready_within_s(self) -> float:
+        """How long the services may take to become ready: with a calibration, as long as that takes."""
+        return math.inf if self.calibrate else self.start_timeout_s
 
 
 HIDDEN_FROM_SERVE = frozenset(

@@ -27,6 +27,7 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest, repeats_prompt
+from kvferry.shared.compression.rdkv.epsilon import stand_in
 from kvferry.shared.control.messages import FirstToken, TokenGenerated
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
@@ -351,6 +352,7 @@ class PrefillEngine:
             prompt_logprobs=tuple(logprobs.tokens) if logprobs is not None else (),
             sibling_tokens=job.sibling_tokens,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
+            epsilon_table=stand_in(job.resolved, fingerprint=self._model.spec.fingerprint),
         )
         job.tell(first)
 

@@ -23,7 +23,7 @@ from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.serving import end_process
-from kvferry.shared.process.worker import BlockTransport, run_worker
+from kvferry.shared.process.worker import BlockTransport, Calibrate, run_worker
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys
 from kvferry.shared.wire.sender import BlockSender
@@ -38,9 +38,10 @@ _DISK_TURN_TIMEOUT_S = 30.0
 log = structlog.get_logger(__name__)
 
 
-async def run(config: PrefillConfig) -> None:
+async def run(config: PrefillConfig, calibrate: Calibrate | None = None) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(config, "prefill", partial(build_service, config), follower_class=PREFILL_RANK)
+    build = partial(build_service, config)
+    await run_worker(config, "prefill", build, follower_class=PREFILL_RANK, calibrate=calibrate)
 
 
 async def build_service(

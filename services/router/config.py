@@ -99,10 +99,6 @@ class RouterConfig(StoredSettings):
     allowed_methods: Annotated[str, COMPRESSION] = Field(
         "", description="methods a request may name; empty allows all"
     )
-    calibration: Annotated[str, COMPRESSION] = Field(
-        "",
-        description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
-    )
     session_ttl_s: Annotated[Seconds, HISTORY] = Field(
         604_800.0, gt=0, description="idle time after which a session expires"
     )

@@ -32,7 +32,7 @@ async def run(config: RouterConfig) -> None:
     Raises: ConfigurationError, UnsupportedModel: the router cannot start.
     """
     setup_logging(config.log_level, config.log_format, "router")
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     async with AsyncExitStack() as stack:
         stack.callback(setup_tracing(config.otlp_endpoint, "router"))
         address = await start_router(config, *grpc_pools(config), stack)

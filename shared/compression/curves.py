@@ -2,8 +2,8 @@
 
 Quality is a share y of 0 to 1, measured in one of three ways (`Measure`). A curve is fitted once per model
 and method from measured triples, for any method, and evaluated once per context, with an estimate of the
-context's NLL (negative log-likelihood). `kvferry calibrate quality` measures, fits, and writes one JSON file
-per model with one curve per method. The router reads its folders of them once at start.
+context's NLL (negative log-likelihood). `kvferry calibrate` measures, fits, and writes one JSON file per
+model with one curve per method (`calibrations.py`), which the router reads.
 
     {"format": 2, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
      {"measure": "agreement", "alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ...,
@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvferry.shared.compression.calibrations import calibration_files
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 FORMAT = 2
@@ -172,7 +173,8 @@ class ModelCurves:
 
     Attributes:
         model: a name for people to read.
-        fingerprints: by compute dtype; a curve measured in one dtype is used for all.
+        fingerprints: by compute dtype, and "served", that of the measured model: a curve measured in one
+            dtype is used for all.
         curves: by method.
         origin: how they were measured; any JSON.
     """
@@ -183,13 +185,17 @@ class ModelCurves:
     origin: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        """The name of the model and a hash of its weights: `demo-550c2155`."""
+        return f"{self.model}-{self.fingerprints['float32'][:8]}"
+
+    @property
     def file_name(self) -> str:
-        """The name of the model and a hash of its weights: `demo-550c2155.quality.json`."""
-        return f"{self.model}-{self.fingerprints['float32'][:8]}{SUFFIX}"
+        return f"{self.name}{SUFFIX}"
 
 
 class CurveBook:
-    """All curves that a process has read. A curve in a later folder replaces the method's earlier one."""
+    """All curves that a process has read. A curve in a later file replaces the method's earlier one."""
 
     def __init__(self, files: Iterable[ModelCurves] = ()) -> None:
         self._curves: dict[tuple[str, str], QualityCurve] = {}
@@ -198,17 +204,12 @@ class CurveBook:
                 self._curves.update({(fingerprint, method): curve for method, curve in file.curves.items()})
 
     @classmethod
-    def read(cls, folders: Iterable[Path]) -> CurveBook:
-        """Read all curves of the folders.
+    def read(cls, calibration: str) -> CurveBook:
+        """Read all curves there are. Args: calibration: as of `calibration_files`.
 
-        Raises: ConfigurationError: a folder does not exist, or a file in it is not a curve file.
+        Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
         """
-        files: list[ModelCurves] = []
-        for folder in folders:
-            if not folder.is_dir():
-                raise ConfigurationError(f"calibration is {str(folder)!r}; it must be a folder")
-            files += [load_curves(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-        return cls(files)
+        return cls(load_curves(path) for path in calibration_files(calibration, SUFFIX))
 
     def find(self, fingerprint: str, method: str) -> QualityCurve | None:
         return self._curves.get((fingerprint, method))
@@ -232,7 +233,7 @@ def load_curves(path: Path) -> ModelCurves:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"{path} is no file of kvferry calibrate quality, format {FORMAT}: {error}"
+            f"{path} is no file of kvferry calibrate, format {FORMAT}: {error}"
         ) from error
 
 

@@ -277,6 +277,7 @@ class FirstToken:
         prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is
             the position.
         sibling_tokens: the first tokens of the request's `siblings`, in their order.
+        epsilon_table: another model's distortion table that was used, as of `stand_in`; "" if none was.
     """
 
     token: SampledToken
@@ -289,6 +290,7 @@ class FirstToken:
     history_tier: str = ""
     prompt_logprobs: tuple[SampledToken, ...] = ()
     sibling_tokens: tuple[SampledToken, ...] = ()
+    epsilon_table: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

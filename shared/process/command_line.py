@@ -66,6 +66,7 @@ class CommandLine:
         parent: App | None = None,
         group: str = "Commands",
         hidden: Collection[str] = (),
+        is_default: bool = False,
     ) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
         """Make a function of settings a subcommand: its name and docstring are the command's, fields are
         options.
@@ -74,6 +75,7 @@ class CommandLine:
             parent: the command that it belongs to; None: the app.
             group: the heading in the app's help.
             hidden: fields that are no options of this command.
+            is_default: the parent runs it where no subcommand is named.
         """
         self.known.append(settings)
 
@@ -91,7 +93,10 @@ class CommandLine:
             # cyclopts reads a command's options from its signature.
             from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
             app = self.app if parent is None else parent
-            app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
+            if is_default:
+                app.default(from_options)
+            else:
+                app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
             return run
 
         return add

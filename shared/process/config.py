@@ -53,8 +53,14 @@ class ServiceSettings(Settings):
 
 
 class PlanSettings(ServiceSettings):
-    """Options that a plan's result depends on. The entry point of a process passes `epsilon_tables` to
+    """Options that a plan's result depends on. The entry point of a process passes both to
     `compression.rdkv.epsilon.install_tables` first."""
+
+    calibration: Annotated[str, COMPRESSION] = Field(
+        "",
+        description="folder of what kvferry calibrate measured, in which the served model's own quality "
+        "curves and distortion table are looked for; empty: ~/.cache/kvferry/calibration",
+    )
 
     epsilon_tables: Annotated[str, COMPRESSION] = Field(
         "",

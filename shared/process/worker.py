@@ -1,7 +1,7 @@
 """A prefill or decode worker: loads the model, starts the service and its metrics, and closes all in reverse.
 
-    run_worker ──► model, kernels ──► metrics ──► self-test ──► service ──► control calls ──► ready file ──►
-    signal ──► drain ──► close   └──────── start_service: also of a stack in one process ┘
+    run_worker ──► model, kernels ──► metrics ──► self-test, calibration ──► service ──► control calls ──►
+    ready file ──► signal ──► drain ──► close   └── start_service: also of a stack in one process ┘
 
 Each service brings a function that builds it from its model and its block transport.
 """
@@ -9,6 +9,7 @@ Each service brings a function that builds it from its model and its block trans
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -143,6 +144,9 @@ class WorkerService(Protocol):
 ServiceT = TypeVar("ServiceT", bound=WorkerService)
 Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, CollectorRegistry]]]
 """Builds a service and the registry of its metrics. The model is used by that service alone."""
+Calibrate = Callable[[LanguageModel, Callable[[], bool]], None]
+"""Measures a model unless its calibration is there. Called in a thread; what it is given says whether to give
+up."""
 
 
 async def run_worker(
@@ -151,6 +155,7 @@ async def run_worker(
     build: Build[ServiceT],
     *,
     follower_class: str = FOLLOWER,
+    calibrate: Calibrate | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then the process ends in bounded time even if a thread is stuck.
 
@@ -159,7 +164,7 @@ async def run_worker(
     """
     share_free_memory()
     setup_logging(settings.log_level, settings.log_format, role)
-    install_tables(settings.epsilon_tables)
+    install_tables(settings.epsilon_tables, calibration=settings.calibration)
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
@@ -167,7 +172,9 @@ async def run_worker(
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await _load_model(settings, stack, follower_class)
-        service, metrics = await start_service(settings, role, model, build, transport, stack)
+        service, metrics = await start_service(
+            settings, role, model, build, transport, stack, calibrate=calibrate
+        )
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
             listen=settings.listen,
@@ -227,6 +234,8 @@ async def start_service(
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
+    *,
+    calibrate: Calibrate | None = None,
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
@@ -239,7 +248,10 @@ async def start_service(
     if (certs := Certs.of(settings.certs, role)) is not None:
         certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
-    server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready, certs=certs)
+    reason = "its kernels are tested"
+    server = serve_metrics(
+        registry, settings.metrics_listen, problem=lambda: "" if service.is_ready else reason, certs=certs
+    )
     stack.callback(server.close)
     if settings.self_test:
         for shape in model_shapes(model.spec, model.device):
@@ -251,6 +263,20 @@ async def start_service(
             kernels=settings.kernels,
             self_test=settings.self_test,
             epsilon_tables=settings.epsilon_tables,
+            calibration=settings.calibration,
         )
+    if calibrate is not None:
+        reason = "its model is calibrated, which takes minutes"
+        await _calibrate(calibrate, model)
+        install_tables(settings.epsilon_tables, calibration=settings.calibration)
+    reason = "its engine warms up, does not answer, or is to end"
     await service.start()
     return service, server.address
+
+
+async def _calibrate(calibrate: Calibrate, model: LanguageModel) -> None:
+    given_up = threading.Event()
+    try:
+        await asyncio.to_thread(calibrate, model, given_up.is_set)
+    finally:
+        given_up.set()

@@ -6,6 +6,7 @@ With certificates it speaks TLS, and only a client with the certificate of `METR
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import socketserver
 import ssl
@@ -48,11 +49,11 @@ class MetricsServer(ThreadingHTTPServer):
         registry: CollectorRegistry,
         host: str,
         port: int,
-        is_ready: Callable[[], bool] | None,
+        problem: Callable[[], str] | None,
         tls: ssl.SSLContext | None,
     ) -> None:
         self.registry = registry
-        self.is_ready = is_ready
+        self.problem = problem
         self._tls = tls
         self._lock = threading.Lock()  # so that a descriptor is not shut down once it is another connection's
         self._waiting: dict[socket.socket, float] = {}
@@ -132,21 +133,22 @@ def serve_metrics(
     registry: CollectorRegistry,
     listen: str,
     *,
-    is_ready: Callable[[], bool] | None = None,
+    problem: Callable[[], str] | None = None,
     certs: Certs | None = None,
 ) -> MetricsServer:
     """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
 
     Args:
         listen: host:port; port 0 picks a free one.
-        is_ready: decides whether `/ready` answers 200 or 503, called from the server's threads; None: 404.
+        problem: why the service is not ready, with which `/ready` answers 503; "" where it is, and `/ready`
+            200. Called from the server's threads. None: 404.
         certs: the service's; every path then needs TLS and a reader's certificate. None: plain HTTP.
     Raises: ConfigurationError for a malformed address or one that cannot be bound.
     """
     host, port = parse_address("metrics_listen", listen)
     tls = certs.server_context() if certs is not None else None
     try:
-        return MetricsServer(registry, host, port, is_ready, tls)
+        return MetricsServer(registry, host, port, problem, tls)
     except OSError as error:
         raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
 
@@ -169,11 +171,12 @@ class _MetricsHandler(BaseHTTPRequestHandler):
             self._reply(200, content_type, encode(self.server.registry))
         elif path == "/health":
             self._reply(200, "application/json", b'{"status": "ok"}')
-        elif path == "/ready" and self.server.is_ready is not None:
-            if self.server.is_ready():
-                self._reply(200, "application/json", b'{"status": "ready"}')
+        elif path == "/ready" and self.server.problem is not None:
+            if reason := self.server.problem():
+                told = json.dumps({"status": "not ready", "reason": reason}).encode()
+                self._reply(503, "application/json", told)
             else:
-                self._reply(503, "application/json", b'{"status": "not ready"}')
+                self._reply(200, "application/json", b'{"status": "ready"}')
         else:
             allowed = b"paths: /metrics, /health, and /ready of workers\n"
             self._reply(404, "text/plain; charset=utf-8", allowed)

@@ -26,7 +26,7 @@ from kvferry.shared.process.command_line import option_name, variable_name
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
-from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+from kvferry.tools.evaluation.calibration_config import CalibrateConfig
 from kvferry.tools.evaluation.config import EvalConfig
 from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
@@ -47,8 +47,7 @@ COMMANDS = {
     "serve": ServeConfig,
     "chat": ChatConfig,
     "eval": EvalConfig,
-    "calibrate epsilon": CalibrateEpsilonConfig,
-    "calibrate quality": CalibrateQualityConfig,
+    "calibrate": CalibrateConfig,
     "calibrate machine": CalibrateMachineConfig,
     "bench": BenchConfig,
     "doctor": DoctorConfig,

@@ -3,7 +3,7 @@
 OUT/records.jsonl   every example of every contender; a later run resumes from it
 OUT/results.json    command, commit, hardware, and the cells
 OUT/results.md      the cells as tables, and a recommended method and budget
-OUT/*.quality.json  quality curves, as `kvferry calibrate quality` writes them; a router reads them from OUT
+OUT/*.quality.json  quality curves, as `kvferry calibrate` writes them; copied to its folder, they are used
 OUT/*.png           with --plots
 """
 
@@ -72,7 +72,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong, or --plots finds no matplotlib.
         KvferryError: a process died, or the model failed.
     """
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     model = _model_folder(config)
     experiment = read_experiment(config.model_copy(update={"model": model}))
     if config.plots:
@@ -147,6 +147,7 @@ def _measure(
         dtype=config.dtype,
         threads=config.threads,
         epsilon_tables=config.epsilon_tables,
+        calibration=config.calibration,
         num_processes=config.jobs,
         batch=config.batch,
         experiment=experiment,

@@ -1,7 +1,6 @@
 """Measures distortion tables on a model's own K and V, and writes them for `rdkv/epsilon.py`.
 
-Used offline by `kvferry calibrate epsilon`, which runs the model and adds each layer of each calibration
-prompt to an `EpsilonAccumulator`.
+`kvferry calibrate` runs the model and adds each layer of some prompts to an `EpsilonAccumulator`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _quality(full: float, compressed: float, measure: Measure) -> float:
     if full == 0:
         raise ConfigurationError(
             f"--measure is {measure!r}, and the full KV answers no prompt of a group right; take agreement, "
-            "fewer --groups or other prompts"
+            "or other prompts"
         )
     return compressed / full
 
@@ -194,9 +194,8 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
 
     The file is replaced atomically, so a reader never sees a part of it.
 
-    Raises: ConfigurationError: the file exists and is not a curve file.
+    Raises: ConfigurationError: the file exists and is not a curve file, or cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / found.file_name
     before = load_curves(path).curves if path.exists() else {}
     content = {
@@ -207,8 +206,12 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
         "curves": {name: _entry(curve) for name, curve in sorted({**before, **found.curves}.items())},
     }
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigurationError(f"the quality curves cannot be written to {path}: {error}") from error
     return path
 
 

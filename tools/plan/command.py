@@ -13,7 +13,8 @@ from rich.console import Console
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.curves import QualityCurve, load_curves
+from kvferry.shared.compression.calibrations import calibration_files
+from kvferry.shared.compression.curves import SUFFIX, ModelCurves, QualityCurve, load_curves
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import install_tables
@@ -41,7 +42,7 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong.
         UnsupportedModel: kvferry does not serve the model.
     """
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     machine = find_machine(config.machine)
     dtype = machine.dtype if config.plan_dtype == "auto" else config.plan_dtype
     model = read_model(config.model, dtype=dtype)
@@ -88,8 +89,22 @@ def chosen_plans(
         raise ConfigurationError(
             f"--methods has {unknown[0]!r}; methods of this model are {', '.join(applicable)}"
         )
-    curves = load_curves(SHIPPED_CALIBRATION / _CURVES).curves
+    curves = quality_curves(config.calibration, deployment.model.spec.fingerprint).curves
     return {name: _plan(name, curves.get(name), config.max_loss) for name in ("full", *names)}
+
+
+def quality_curves(calibration: str, fingerprint: str) -> ModelCurves:
+    """The curves that were measured on a model, else the demo's.
+
+    Args: calibration: as of `calibration_files`.
+    Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
+    """
+    files = [load_curves(path) for path in calibration_files(calibration, SUFFIX)]
+    own = [file for file in files if fingerprint in file.fingerprints.values()]
+    if not own:
+        return load_curves(SHIPPED_CALIBRATION / _CURVES)
+    curves = {method: curve for file in own for method, curve in file.curves.items()}
+    return dataclasses.replace(own[-1], curves=curves)
 
 
 def _plan(method: str, curve: QualityCurve | None, max_loss: float) -> CompressionPlan:
@@ -109,6 +124,7 @@ def _report(
     advice: Advice,
 ) -> dict[str, Any]:
     machine, model = deployment.machine, deployment.model
+    curves = quality_curves(config.calibration, model.spec.fingerprint)
     return {
         "options": config.model_dump(exclude={"log_level", "log_format", "ready_file"}),
         "machine": {"name": machine.name, "times": "modelled" if machine.is_modelled else "measured"},
@@ -119,6 +135,10 @@ def _report(
             "weights_bytes": model.weights_bytes,
             "kv_token_bytes": model.spec.kv_token_bytes,
             "dtype": model.spec.dtype,
+        },
+        "quality_curves": {
+            "of": curves.name,
+            "are_the_models_own": model.spec.fingerprint in curves.fingerprints.values(),
         },
         "methods": {
             name: {"retention": plans[name].budget.retention, **_figures(its)} for name, its in apart.items()
@@ -150,12 +170,16 @@ def _show(
 ) -> None:
     machine, model = deployment.machine, deployment.model
     times = "modelled from public figures" if machine.is_modelled else "from a fit to measurements"
+    curves = quality_curves(config.calibration, model.spec.fingerprint)
+    of = f"by curves of {curves.name}, another model (kvferry calibrate measures this one's)"
+    if model.spec.fingerprint in curves.fingerprints.values():
+        of = "by the model's own curves"
     lines = [
         f"{model.spec.name}: {model.num_parameters / 1e9:.2f} G parameters, "
         f"{model.weights_bytes / 1e9:.2f} GB; {model.spec.kv_token_bytes / 1024:.1f} KiB of KV a token. "
         f"{machine.name}: times are {times}.",
         f"{config.rate:g} requests a second of {config.prompt_tokens:,} + {config.answer_tokens:,} tokens, "
-        f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed.",
+        f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed, {of}.",
         "",
         _line(_COLUMNS),
         *(_line(_cells(name, plans[name].budget.retention, its)) for name, its in apart.items()),

@@ -1,4 +1,4 @@
-"""A model's shapes and what it costs to compute, from its configuration alone: no weights are read."""
+"""A model's shapes and what it costs to compute, from its configuration: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
-from kvferry.shared.model.checkpoint import DEMO_NAME, quiet_libraries, resolve_model_path
+from kvferry.shared.model.checkpoint import (
+    DEMO_NAME,
+    model_fingerprint,
+    quiet_libraries,
+    resolve_model_path,
+)
 from kvferry.shared.model.spec import DTYPE_BYTES, DTypeName, LayerSpec, ModelSpec
 from kvferry.shared.model.support import check_config
 
@@ -85,22 +90,31 @@ def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     share = _active_share(text)
     checkpoint_dtype = str(config.dtype or text.dtype or "bfloat16").removeprefix("torch.")
+    chosen_dtype = dtype or checkpoint_dtype
     spec = ModelSpec(
         name=DEMO_NAME if path_or_id == DEMO_NAME else Path(path_or_id).name,
-        fingerprint="",
+        fingerprint=_fingerprint(folder, chosen_dtype),
         num_layers=len(layers) or int(text.num_hidden_layers),
         num_heads=num_heads,
         num_kv_heads=1 if latent_dim else num_kv_heads,
         head_dim=latent_dim + int(text.qk_rope_head_dim) if latent_dim else head_dim,
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
-        dtype=dtype or checkpoint_dtype,  # type: ignore[arg-type]
+        dtype=chosen_dtype,  # type: ignore[arg-type]
         eos_token_ids=(),
         layers=layers,
         checkpoint_dtype=checkpoint_dtype,  # type: ignore[arg-type]
     )
     total = sum(sizes.values())
     return ModelCost(spec=spec, num_parameters=total, num_active=total - experts + round(share * experts))
+
+
+def _fingerprint(folder: Path, dtype: str) -> str:
+    """By which a model's own curves are found; "" where its weights are not on this machine."""
+    try:
+        return model_fingerprint(folder, dtype=dtype)
+    except ConfigurationError:
+        return ""
 
 
 def _active_share(config: Any) -> float:

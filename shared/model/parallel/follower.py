@@ -159,14 +159,16 @@ class FollowingRank(Ranks):
         except KvferryError as error:
             self._commands.send(error.with_traceback(None))
 
-    def prepare(self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str) -> None:
+    def prepare(
+        self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str, calibration: str
+    ) -> None:
         """Take what the worker computes with, beside the model: its kernels and its tables.
 
         Args: is_tested: compare the kernels that the role uses with their references; see `self_test.py`.
         """
         spec, device = self.model.spec, self.model.device
         choose_kernels(kernels, device)
-        install_tables(epsilon_tables)
+        install_tables(epsilon_tables, calibration=calibration)
         for shape in model_shapes(spec, device) if is_tested else ():
             self_test(role, shape)
 

@@ -87,10 +87,13 @@ class ParallelModel(TransformersModel):
         if current.error is not None:
             raise current.error
 
-    def prepare(self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str) -> None:
+    def prepare(
+        self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str, calibration: str
+    ) -> None:
         """Have the other ranks take what this process has taken; waits until they have. See
         `FollowingRank.prepare`."""
-        self.lead.ask("prepare", role, kernels, self_test, epsilon_tables)(timeout_s=_PREPARE_TIMEOUT_S)
+        prepared = self.lead.ask("prepare", role, kernels, self_test, epsilon_tables, calibration)
+        prepared(timeout_s=_PREPARE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the other ranks. No pass may be running."""

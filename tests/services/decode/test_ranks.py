@@ -156,7 +156,9 @@ async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
     )
     install_tables(str(tmp_path))
     try:
-        several.prepare("decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path))
+        several.prepare(
+            "decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path), calibration=""
+        )
         async with started(one, one) as made:
             expected, _ = await answer(made, request)
         async with started(several, one) as made:

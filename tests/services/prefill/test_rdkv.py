@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv import epsilon
 from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.control.server import serve_control
@@ -52,6 +53,19 @@ async def test_a_prompts_tensors_are_those_of_one_process(
     if not skip_layers:  # rows are shipped as they are computed, and counted as in the checkpoint
         assert sum(done.bytes_by_kind.values()) < first.full_bytes
     assert_tensors_are_the_oracles(harness, request, done)
+
+
+async def test_the_first_token_says_whose_distortion_table_weighed_the_prompt(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(80)
+    own, _ = await harness.run(harness.request(prompt, plan=PLAN))
+    assert own.epsilon_table == ""
+    monkeypatch.setattr(epsilon, "_tables", epsilon._Tables(measured=()))  # as for a model without one
+    for method, name in (("rdkv", "LLaMA-3.1-8B"), ("rdkv-draft", "LLaMA-3.1-8B"), ("snapkv", "")):
+        plan = plan_for(method, budget=PLAN.budget)
+        first, _ = await harness.run(harness.request(prompt, plan=plan))
+        assert first.epsilon_table == name
 
 
 @pytest.mark.covering(1)
