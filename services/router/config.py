@@ -93,8 +93,12 @@ class RouterConfig(StoredSettings):
         description="compression method of requests that name none; rocketkv where it does not go with the "
         "model",
     )
-    default_token_budget: Annotated[int, COMPRESSION] = Field(
-        0, ge=0, description="token budget of the default method where a request gives none; 0: its own"
+    default_retention: Annotated[float, COMPRESSION] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the prompt that the default method retains where a request gives no budget; 0: "
+        "the method's own",
     )
     allowed_methods: Annotated[str, COMPRESSION] = Field(
         "", description="methods a request may name; empty allows all"

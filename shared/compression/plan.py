@@ -42,7 +42,10 @@ RECONSTRUCTION = "reconstruction"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a plan may retain: exactly one field is set, or none for methods without a budget.
+    """What a plan may retain; neither tokens nor retention for methods without a budget.
+
+    With both, the larger holds: a share keeps its promise for long prompts, and short ones, of which a share
+    is a handful of tokens, keep so many.
 
     Attributes:
         tokens: rows per KV head (RocketKV: t, the traffic of one decode step as a number of rows).
@@ -56,8 +59,6 @@ class Budget:
     floor_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.retention is not None:
-            raise InvalidRequest("token_budget and retention exclude one another", param="kv_compression")
         if self.tokens is not None and self.tokens < 1:
             raise InvalidRequest(
                 f"token_budget is {self.tokens}; it must be an integer of at least 1",

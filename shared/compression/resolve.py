@@ -85,7 +85,7 @@ def resolve_plan(
         for layer, its in enumerate(layers)
         if its.window or not its.has_rows
     }
-    budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
+    budget = budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
         sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *fixed}]
@@ -159,8 +159,8 @@ def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
     """For a client: why a plan whose method in effect is "full" does not compress a prompt."""
     if plan.method == "full":
         return "method full keeps every token"
-    if plan.takes_budget and (budget := _budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
-        if plan.budget.retention is not None:
+    if plan.takes_budget and (budget := budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
+        if budget != plan.budget.tokens and plan.budget.retention is not None:
             return f"a retention of {plan.budget.retention:g} keeps every token"
         return f"the budget of {budget} tokens covers the prompt"
     return f"method {plan.method} finds nothing to compress in this prompt and model"
@@ -221,14 +221,16 @@ def _mean_rows(plan: CompressionPlan, budget: int, num_prompt_tokens: int) -> in
     return min(max(rows, protected), num_prompt_tokens)
 
 
-def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
+def budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
     """t: the plan's budget, else its preset's. A retention is a fraction of the prompt, rounded up."""
     budget = plan.budget
+    if budget.tokens is None and budget.retention is None:
+        budget = preset(plan.method).budget
+    tokens = budget.tokens or 0
     if budget.retention is not None:
         # The shortest decimal that gives this float is what the client wrote: 0.1 means 1/10.
-        return max(1, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
-    tokens = budget.tokens if budget.tokens is not None else preset(plan.method).budget.tokens
-    if tokens is None:
+        tokens = max(tokens, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
+    if not tokens:
         raise InvalidRequest(
             f"method {plan.method!r} needs a token_budget or a retention", param="kv_compression"
         )

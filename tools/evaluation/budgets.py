@@ -25,7 +25,8 @@ from kvferry.shared.model.spec import ModelSpec
 Match = Literal["kept", "read", "given"]
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_FORMS = "a share of the full KV (10% or 0.1), tokens (256t) or bytes (65536B, 64KiB, 1MiB)"
+_FORMS = "a share of the full KV (10% or 0.1), tokens (256t), bytes (65536B, 64KiB, 1MiB) or own"
+_OWN = "own"
 _REFINE = 16
 """How far around the bisection's answer, and past every budget found, others are tried: sizes are not quite
 monotone, since page sizes jump and rows go from one zone to another."""
@@ -37,11 +38,11 @@ class Target:
 
     Attributes:
         label: as written in tables.
-        kind: what the value counts: a share in (0, 1], tokens, or bytes.
+        kind: what the value counts: a share in (0, 1], tokens, or bytes; "own" is the method's own budget.
     """
 
     label: str
-    kind: Literal["retention", "tokens", "bytes"]
+    kind: Literal["retention", "tokens", "bytes", "own"]
     value: Fraction
 
     def size_bytes(self, spec: ModelSpec, num_tokens: int) -> int:
@@ -52,15 +53,19 @@ class Target:
             return spec.full_bytes(int(self.value))
         return int(self.value * spec.full_bytes(num_tokens))
 
-    def as_budget(self) -> Budget:
-        """The method's own budget, for comparisons that match nothing."""
+    def given_to(self, plan: CompressionPlan) -> CompressionPlan:
+        """The plan with this as its budget, for comparisons that match nothing."""
+        if self.kind == "own":
+            return plan
         if self.kind == "retention":
-            return Budget(retention=float(self.value))
-        return Budget(tokens=int(self.value))
+            return replace(plan, budget=Budget(retention=float(self.value)))
+        return replace(plan, budget=Budget(tokens=int(self.value)))
 
 
 def parse_target(text: str) -> Target:
     """Read one budget. Raises ConfigurationError where it is none of the forms."""
+    if text == _OWN:
+        return Target(label=_OWN, kind="own", value=Fraction(0))
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|t|B|KiB|MiB|GiB|)", text)
     if match is None:
         raise ConfigurationError(f"--budgets has {text!r}; it takes {_FORMS}")
@@ -159,7 +164,7 @@ def plan_for_target(
     Args: num_tokens, max_new_tokens: of the prompt that is compressed, as for `resolve_plan`.
     """
     if match == "given":
-        return replace(plan, budget=target.as_budget())
+        return target.given_to(plan)
     size_bytes = target.size_bytes(spec, num_tokens)
     tokens = _matched_tokens(_PlanKey(plan), spec, match, num_tokens, max_new_tokens, size_bytes)
     return None if tokens is None else replace(plan, budget=Budget(tokens=tokens))

@@ -188,9 +188,11 @@ def read_experiment(config: EvalConfig) -> Experiment:
     for target in targets:
         if config.match == "given" and target.kind == "bytes":
             raise ConfigurationError(
-                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share "
-                "or tokens"
+                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share, "
+                "tokens or own"
             )
+        if config.match != "given" and target.kind == "own":
+            raise ConfigurationError(f"--budgets has {target.label}; it needs --match given")
     contenders = tuple(_contenders(config.methods, targets))
     if config.gap and any(contender.method != FULL for contender in contenders):
         raise ConfigurationError(f"--gap is {config.gap}; it takes --methods full, not {config.methods}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.shared.compression.curves import estimate_context_nll
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import budget_tokens
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -183,8 +184,10 @@ class UnitRunner:
         if continuation is None or not turns:
             return Record(key=key, turns=())
         sizes: Sizes = self._compressor.sizes(continuation)
-        budget, num_tokens = continuation.resolved.plan.budget, continuation.resolved.num_prompt_tokens
-        retention = budget.retention if budget.tokens is None else budget.tokens / num_tokens
+        plan, num_tokens = continuation.resolved.plan, continuation.resolved.num_prompt_tokens
+        retention = plan.budget.retention
+        if plan.budget.tokens is not None:
+            retention = min(1.0, budget_tokens(plan, num_tokens) / num_tokens)
         return Record(
             key=key,
             turns=tuple(turns),

@@ -58,11 +58,11 @@ class PlanChooser:
                 f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
             )
         self._default_method = config.default_method
-        self._default_budget = Budget(tokens=config.default_token_budget or None)
+        self._default_budget = Budget(retention=config.default_retention or None)
         try:
             plan_for(config.default_method, budget=self._default_budget)
         except InvalidRequest as error:
-            raise ConfigurationError(f"default_token_budget: {error.message}") from None
+            raise ConfigurationError(f"default_retention: {error.message}") from None
 
         self._calibration = config.calibration
         self._curves = CurveBook.read(config.calibration)
