@@ -188,8 +188,8 @@ def read_experiment(config: EvalConfig) -> Experiment:
     for target in targets:
         if config.match == "given" and target.kind == "bytes":
             raise ConfigurationError(
-                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share, "
-                "tokens or own"
+                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a "
+                "share, tokens or own"
             )
         if config.match != "given" and target.kind == "own":
             raise ConfigurationError(f"--budgets has {target.label}; it needs --match given")
