@@ -11,12 +11,12 @@ the recall tasks, which the demo model was trained for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvferry.models import CALIBRATION_TEXT
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.question import Question
+from kvferry.shared.model.question import Question, find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.conversation import Turn, tokenize
 from kvferry.tools.evaluation.data import read_data
@@ -133,9 +133,14 @@ def _quotations(tokenizer: ChatTokenizer, text: str, number: int, num_tokens: in
         passage = excerpt[first : first + quoted]
         given, answer = passage[:_GIVEN_TOKENS], passage[_GIVEN_TOKENS:]
         asked = f"{tokenizer.decode(excerpt)}\n\n{_REQUEST}{tokenizer.decode(given).strip()}"
+        question = None
         if tokenizer.template.exists:
-            prompt = tokenizer.render([{"role": "user", "content": asked}])
+            messages = [{"role": "user", "content": asked}]
+            prompt = tokenizer.render(messages)
+            question = find_question(tokenizer, messages, prompt)
         else:
             prompt = tokenizer.encode(f"{asked}\n\n")
-        samples.append(Sample(prompt=(*prompt, *given), answer=tuple(answer)))
+        if question is not None:
+            question = replace(question, num_after=question.num_after + len(given))
+        samples.append(Sample(prompt=(*prompt, *given), answer=tuple(answer), question=question))
     return samples
