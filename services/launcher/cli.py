@@ -49,8 +49,8 @@ app.register_install_completion_command()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; ends the process with an exit code."""
-    # The first process of a container has no default actions: the kernel drops what it has no handler for.
+    """Run the console script; end the process with an exit code."""
+    # The first process of a container has no default actions: the kernel drops signals without a handler.
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -57,7 +57,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     )
 
     def _workers_listen(self) -> dict[str, str]:
-        # `listen` is the router's, which has keys; what workers say to one another stays on this machine
+        # `listen` is the router's, which has keys; the workers' traffic stays on this machine
         return {name: getattr(self, name) for name in ("prefill_metrics_listen", "decode_metrics_listen")}
 
     @model_validator(mode="after")
@@ -71,7 +71,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
 
     @property
     def ready_within_s(self) -> float:
-        """How long the services may take to become ready: with a calibration, as long as that takes."""
+        """The time in which the services must become ready; no limit with a calibration."""
         return math.inf if self.calibrate else self.start_timeout_s
 
 

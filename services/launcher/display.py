@@ -63,7 +63,7 @@ class Display:
 
 
 def curl_line(base_url: str, model: str, *, needs_key: bool = False) -> str:
-    """A shell command that sends a first request in a session."""
+    """Return a shell command that sends a first request in a session."""
     body = {
         "model": model,
         "session_id": "hello",

@@ -86,6 +86,6 @@ class InProcessStack:
 
 
 def settings_of(settings: type[S], config: ServeConfig, **chosen: str) -> S:
-    """The settings of one service: those of `kvferry serve`, and what the launcher chose."""
+    """Return the settings of one service: those of `kvferry serve`, and what the launcher chose."""
     given = {field: getattr(config, field) for field in settings.model_fields}
     return settings(**{**given, **chosen})

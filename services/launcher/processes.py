@@ -6,7 +6,7 @@ Where that is not supported, blocks go over ZeroMQ's ipc.
     close: router (drains) ──► prefill and decode
 
 On a GPU decode starts once prefill listens: its arena is a part of the memory that prefill's weights leave.
-So it does where prefill calibrates the model, whose distortion table decode then finds.
+It also does where prefill calibrates the model, because decode then finds the distortion table.
 
 A service that ends is restarted on the same addresses. Settings are passed through a pipe, not on the command
 line, where other users of the machine could read keys.
@@ -113,7 +113,7 @@ class ProcessStack:
 
 
 def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, int]:
-    """CPU threads of prefill and decode. Prefill, which is bound by arithmetic, may use every processor.
+    """Return CPU threads of prefill and decode. Prefill, bound by arithmetic, may use every processor.
 
     Both are seldom busy for long at the same time, and then the system divides the processors. Measured on
     two of them, that makes long prompts faster by a third and slows no decode step.
@@ -127,7 +127,7 @@ def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, in
 
 
 def usable_cpus() -> int:
-    """Processors that this process may run on."""
+    """Count the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

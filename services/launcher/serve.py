@@ -95,7 +95,7 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
 
 
 def _own_certificate(config: ServeConfig) -> ssl.SSLContext | bool:
-    """Trust in the certificate that is served, whatever name and whoever's signature it has."""
+    """Trust the certificate that is served, whatever its name and signature."""
     if not config.tls_cert:
         return False
     context = ssl.create_default_context(cafile=config.tls_cert)

@@ -77,5 +77,5 @@ class PrefillConfig(WorkerSettings, StoredSettings):
 
 
 def history_size_bytes(config: PrefillConfig) -> int:
-    """The size of host memory's history; see `PrefillConfig.history_bytes`."""
+    """Return the size of host memory's history; see `PrefillConfig.history_bytes`."""
     return config.history_bytes or available_memory_bytes() // _MEMORY_SHARE

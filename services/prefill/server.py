@@ -47,7 +47,7 @@ async def run(config: PrefillConfig, calibrate: Calibrate | None = None) -> None
 async def build_service(
     config: PrefillConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[PrefillService, CollectorRegistry]:
-    """The service with its history store, and its metrics; see `shared.worker.Build`."""
+    """Build the service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
     sender = BlockSender(
         transport.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
@@ -68,7 +68,7 @@ async def build_service(
 
 
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
-    """The history store: host memory, with or without disk and Redis. The caller closes it.
+    """Build the history store: host memory, with or without disk and Redis. The caller closes it.
 
     Raises: ConfigurationError: `history_redis` is not a Redis URL, `history_disk` not a usable folder, or
         `at_rest_keys` not a file of keys.

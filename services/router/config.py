@@ -25,7 +25,7 @@ from kvferry.shared.process.serving import is_loopback, parse_address
 
 
 def split_list(value: str) -> tuple[str, ...]:
-    """The entries of a comma-separated option, without blanks."""
+    """Return the entries of a comma-separated option, without blanks."""
     return tuple(entry.strip() for entry in value.split(",") if entry.strip())
 
 
@@ -209,7 +209,7 @@ class RouterConfig(StoredSettings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the HTTP server is reachable from this machine only."""
+        """True if the HTTP server is reachable from this machine only."""
         host, _ = parse_address("listen", self.listen)
         return is_loopback(host)
 

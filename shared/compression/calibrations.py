@@ -19,12 +19,12 @@ USERS_FOLDER = "~/.cache/kvferry/calibration"
 
 
 def calibration_folder(setting: str) -> Path:
-    """The folder, which need not be there yet. Args: setting: empty: the user's."""
+    """Return the folder, which need not exist yet. Args: setting: its path; empty: the user's."""
     return Path(os.path.expanduser(setting or USERS_FOLDER))
 
 
 def calibration_files(setting: str, suffix: str) -> list[Path]:
-    """The files with this ending: the shipped ones, then the folder's, of which each wins over one before.
+    """Return the files with this ending: the shipped ones, then the folder's. Each wins over those before it.
 
     Raises: ConfigurationError: the setting names no folder.
     """

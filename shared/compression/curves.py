@@ -74,8 +74,8 @@ class Calibration:
     beta: float
 
     def retention(self, quality: float, *, nll: float) -> float:
-        """The least retention at which the curve predicts this quality: its inverse, clamped to [0, 1],
-        `rho* = log1p(tau expm1(b)) / b`.
+        """Return the least retention at which the curve predicts this quality: its inverse, clamped to
+        [0, 1], `rho* = log1p(tau expm1(b)) / b`.
 
         Args: quality: tau in [0, 1].
         Raises: InvalidRequest: quality is outside [0, 1].
@@ -98,17 +98,17 @@ class Calibration:
 
 
 def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:
-    """NLL(c): how hard a context is to predict, from its token ids alone; nats per token.
+    """Estimate NLL(c), how hard a context is to predict, from its token ids alone; in nats per token.
 
-    The code length of an adaptive bigram code, which learns each chunk's statistics from the tokens so far:
-    `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of earlier
-    tokens.
+    It is the code length of an adaptive bigram code, which learns each chunk's statistics from its tokens so
+    far: `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of
+    earlier tokens.
 
     Deviation: Compactor (section 3.5) takes the mean NLL of the context under the model itself. Decode
     reserves a sequence's memory before prefill has run a token, so the retention must be known earlier.
     Curves are fitted and evaluated with this same estimate.
 
-    Args: token_ids: at least one. vocab_size: V, greater than every id.
+    Args: token_ids: at least one; vocab_size: V, greater than every id.
     """
     assert token_ids
     num_chunks = max(1, len(token_ids) // CHUNK_TOKENS)
@@ -152,7 +152,7 @@ class QualityCurve:
     observations: tuple[Observation, ...] = ()
 
     def retention(self, quality: float, token_ids: Sequence[int], *, vocab_size: int) -> float:
-        """The least retention in (0, 1] at which the curve predicts this quality for a prompt.
+        """Return the least retention in (0, 1] at which the curve predicts this quality for a prompt.
 
         Raises: InvalidRequest: quality is outside [0, 1].
         """
@@ -160,7 +160,7 @@ class QualityCurve:
         return self.retention_at(quality, nll=nll)
 
     def retention_at(self, quality: float, *, nll: float) -> float:
-        """As `retention`, for a context whose NLL is known."""
+        """Return what `retention` does, for a context whose NLL is known."""
         within = min(max(nll, self.lowest_nll), self.highest_nll)
         exact = self.calibration.retention(quality, nll=within)
         least = min((o.retention for o in self.observations), default=0.0)
@@ -205,7 +205,7 @@ class CurveBook:
 
     @classmethod
     def read(cls, calibration: str) -> CurveBook:
-        """Read all curves there are. Args: calibration: as of `calibration_files`.
+        """Read all curves there are. Args: calibration: as in `calibration_files`.
 
         Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
         """
@@ -215,7 +215,7 @@ class CurveBook:
         return self._curves.get((fingerprint, method))
 
     def methods(self, fingerprint: str) -> tuple[str, ...]:
-        """Methods with a curve for a model."""
+        """Return the methods with a curve for a model."""
         return tuple(sorted(method for at, method in self._curves if at == fingerprint))
 
 

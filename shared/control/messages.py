@@ -34,8 +34,8 @@ class SessionKey:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether it is a prompt without a session, stored for a while for others to reuse. Such records are
-        the first to be evicted, have no generated tokens, and stay in memory."""
+        """Return whether this is a prompt without a session, stored for a while for others to reuse. Such
+        records are the first to be evicted, have no generated tokens, and stay in memory."""
         return self.session_id.startswith(IMPLICIT_PREFIX)
 
 
@@ -101,7 +101,7 @@ class TurnPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStart:
-    """What a request begins with whose prompt another request has brought to the same decode worker.
+    """The start of a request whose prompt another request has brought to the same decode worker.
 
     Attributes:
         request_id: of that request, which had `num_siblings` and is or was running there.

@@ -1,11 +1,11 @@
-"""Linear layers of float32 rows on a CPU, whose weights are stored as the bfloat16 numbers that they are.
+"""Linear layers of float32 rows on a CPU, whose weights are stored in their original bfloat16.
 
     few rows    C code, or torch with weights that are converted in each call: what float32 weights give
     a prompt    oneDNN, by the processor's instructions for bfloat16: twice as fast
 
 `loading.py` makes them of a checkpoint in bfloat16 where the processor has these instructions. The rows of a
-prompt are rounded to bfloat16 before each product, and its results after it; sums are float32, and so is all
-that is between products.
+prompt are rounded to bfloat16 before each product, and its results after it; sums are float32, as is
+everything between products.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvferry.kernels.decoder_ops import native
 from kvferry.kernels.dispatch import uses_native
 
 PROMPT_ROWS = 32
-"""With as many rows products in bfloat16 are faster than exact ones."""
+"""From this many rows on, products in bfloat16 are faster than exact ones."""
 
 
 class NarrowLinear(nn.Linear):
     """A linear layer with a bfloat16 weight and, if any, a float32 bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Args: float32 `[..., m]`. Returns: float32 `[..., n]`."""
+        """Compute the product. Args: float32 `[..., m]`. Returns: float32 `[..., n]`."""
         rows = input
         if rows.numel() >= PROMPT_ROWS * self.in_features:
             products = linear(rows.bfloat16(), self.weight).float()
@@ -38,13 +38,13 @@ class NarrowLinear(nn.Linear):
 
 
 def multiplies_in_bfloat16() -> bool:
-    """Whether the processor has instructions for products in bfloat16, as far as torch knows it."""
+    """Return whether the processor has instructions for products in bfloat16, as far as torch knows."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def narrow(model: Any) -> None:
-    """Make a `NarrowLinear` of each plain linear layer whose weight is one of bfloat16 numbers.
+    """Make a `NarrowLinear` of each plain linear layer whose weight has only bfloat16 numbers.
 
     Args: model: in float32 on the CPU, with modules that use weights in linear layers alone.
     """

@@ -35,7 +35,7 @@ class CommandLine:
     """A command with subcommands, which `run_app` runs.
 
     Attributes:
-        app: to which commands without settings are added.
+        app: commands without settings are added to it.
         known: the settings classes of the others; their variables may be in the environment.
     """
 
@@ -148,13 +148,14 @@ def variable_name(field: str) -> str:
 
 
 def _option(field: str, info: FieldInfo) -> inspect.Parameter:
-    """A field as cyclopts wants it: with the `Parameter`s (unit, group) of its annotation, not validated."""
+    """Make a field's parameter for cyclopts: with the `Parameter`s (unit, group) of its annotation, not
+    validated."""
     base = Parameter(
         help=info.description, converter=_as_given, show_default=_show_default, allow_repeating=True
     )
     metadata = (base, *(part for part in info.metadata if isinstance(part, Parameter)))
     skip = SkipValidation()  # type: ignore[type-arg]
-    annotated: Any = Annotated  # else mypy reads the next line as a type
+    annotated: Any = Annotated  # otherwise mypy reads the next line as a type
     annotation = annotated[(info.annotation, skip, *metadata)]
     return inspect.Parameter(
         field, inspect.Parameter.KEYWORD_ONLY, default=info.default, annotation=annotation
@@ -162,7 +163,7 @@ def _option(field: str, info: FieldInfo) -> inspect.Parameter:
 
 
 def _as_given(_: object, tokens: Sequence[Token]) -> Any:
-    """A value as the user typed it: pydantic converts options as it converts variables."""
+    """Return a value as the user typed it: pydantic converts options as it converts variables."""
     (token,) = tokens
     return token.value if token.implicit_value is UNSET else token.implicit_value
 
@@ -174,7 +175,7 @@ def _show_default(value: object) -> str:
 
 
 def _explain(error: ValidationError, settings: type[Settings], given: Mapping[str, Any]) -> str:
-    """One line a mistake: where it was given, its value, what is allowed."""
+    """Explain each mistake in one line: where it was given, its value, what is allowed."""
     lines = []
     for detail in error.errors(include_url=False):
         what = detail["msg"].removeprefix("Value error, ")

@@ -29,7 +29,7 @@ ENV_PREFIX = "KVFERRY_"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 HistoryBits = Literal["model", "16", "8", "4"]
-"""How many bits history is stored in; model: as it was computed."""
+"""How many bits history is stored in; "model" stores it as computed."""
 
 
 class Settings(BaseSettings):
@@ -183,6 +183,6 @@ class WorkerSettings(TracedSettings):
         return self
 
     def _workers_listen(self) -> dict[str, str]:
-        """Where workers listen, by option; each is a host:port, or an ipc:// path."""
+        """Return where workers listen, by option; each is a host:port, or an ipc:// path."""
         blocks = self.block_listen.removeprefix("tcp://")
         return {"listen": self.listen, "block_listen": blocks, "metrics_listen": self.metrics_listen}

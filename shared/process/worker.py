@@ -48,7 +48,7 @@ from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
 _END_STREAMS_S = 2.0
-"""In which streams that were ended tell their routers so."""
+"""Time for ended streams to tell their routers so."""
 _END_MARGIN_S = 2.0
 
 
@@ -56,9 +56,9 @@ class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
     def connecting(self, on_connected: Callable[[str], None] = ...) -> Channel:
-        """A sender's channel.
+        """Make a sender's channel.
 
-        Args: on_connected: gets the name of the transport when that to a receiver is known.
+        Args: on_connected: gets the name of the transport to a receiver when it is known.
         """
         ...
 
@@ -80,7 +80,7 @@ class ProcessTransport:
         return self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        """Raises: ConfigurationError: the address cannot be bound."""
+        """Make a server. Raises: ConfigurationError: the address cannot be bound."""
         network = ZmqListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
         return BlockServer(self._transport.listening(network), sink, on_late_block=on_late_block)
 
@@ -97,7 +97,7 @@ class RankTransport:
 
     @classmethod
     def of(cls, settings: WorkerSettings, role: Role) -> RankTransport | None:
-        """None with one rank."""
+        """Make the transport of the other ranks; None with one rank."""
         if settings.tensor_parallel == 1:
             return None
         return cls(settings=settings, role=role)
@@ -105,7 +105,7 @@ class RankTransport:
     def server(
         self, rank: int, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> BlockServer:
-        """Raises: ConfigurationError: the address cannot be bound."""
+        """Make a server. Raises: ConfigurationError: the address cannot be bound."""
         names = ("block_listen", "block_advertise")
         addresses = {name: _address_of_rank(getattr(self.settings, name), rank) for name in names}
         settings = self.settings.model_copy(update=addresses)
@@ -113,7 +113,7 @@ class RankTransport:
 
 
 def _address_of_rank(address: str, rank: int) -> str:
-    """Where a rank listens, of the first one's address: that many ports after it, or at a path of its own."""
+    """Return where a rank listens, given the first rank's address: as many ports later, or its own path."""
     head, colon, port = address.rpartition(":")
     if address.startswith("ipc://"):
         return f"{address}.{rank}"
@@ -123,7 +123,7 @@ def _address_of_rank(address: str, rank: int) -> str:
 
 
 class WorkerService(Protocol):
-    """What `start_service` uses of a service. Its control interface is the router's."""
+    """The part of a service that `start_service` uses. Its control interface is for the router."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -145,7 +145,7 @@ ServiceT = TypeVar("ServiceT", bound=WorkerService)
 Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, CollectorRegistry]]]
 """Builds a service and the registry of its metrics. The model is used by that service alone."""
 Calibrate = Callable[[LanguageModel, Callable[[], bool]], None]
-"""Measures a model unless its calibration is there. Called in a thread; what it is given says whether to give
+"""Measures a model unless its calibration exists. Called in a thread; its argument says whether to give
 up."""
 
 
@@ -191,7 +191,7 @@ async def run_worker(
 
 
 async def _load_model(settings: WorkerSettings, stack: AsyncExitStack, follower_class: str) -> LanguageModel:
-    """The model, in several ranks if the settings say so; the stack ends them."""
+    """Load the model, in several ranks if the settings say so; the stack ends them."""
     if settings.tensor_parallel == 1:
         return await load_workers_model(settings)
     check_device(settings.device)
@@ -212,7 +212,7 @@ async def _load_model(settings: WorkerSettings, stack: AsyncExitStack, follower_
 
 
 async def load_workers_model(settings: WorkerSettings) -> TransformersModel:
-    """The model that a worker's settings name.
+    """Load the model that a worker's settings name.
 
     Raises: ConfigurationError, UnsupportedModel: see `check_device` and `load_model`.
     """

@@ -28,7 +28,7 @@ from kvferry.shared.trust.certs import METRICS_READERS, Certs, tls_name
 logger = structlog.get_logger(__name__)
 
 MAX_WAITING = 128
-"""Connections at once that have sent no request; the oldest gives way."""
+"""The most connections that have sent no request; beyond it the oldest is closed."""
 _REQUEST_TIMEOUT_S = 10.0
 _READERS = frozenset(map(tls_name, METRICS_READERS))
 
@@ -55,9 +55,9 @@ class MetricsServer(ThreadingHTTPServer):
         self.registry = registry
         self.problem = problem
         self._tls = tls
-        self._lock = threading.Lock()  # so that a descriptor is not shut down once it is another connection's
+        self._lock = threading.Lock()  # so that a descriptor reused by another connection is not shut down
         self._waiting: dict[socket.socket, float] = {}
-        """Connections that have sent no request, and until when they may."""
+        """Connections that have sent no request, and their deadlines."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _MetricsHandler)
         self._thread = threading.Thread(
@@ -90,7 +90,7 @@ class MetricsServer(ThreadingHTTPServer):
                     return
                 del self._waiting[connection]
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own is not for another thread
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own is bound to its thread
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer one connection, in its own thread, so that a slow handshake holds up nobody."""
@@ -112,13 +112,13 @@ class MetricsServer(ThreadingHTTPServer):
             logger.exception("a metrics request failed")
 
     def waits_no_more(self, connection: socket.socket) -> bool:
-        """Take note that a request has come, or the end; returns whether the connection was not shut down."""
+        """Note that a request, or the end, has come; return whether the connection was not shut down."""
         with self._lock:
             return self._waiting.pop(connection, None) is not None
 
     @property
     def address(self) -> str:
-        """host:port as bound."""
+        """The bound address, host:port."""
         return format_address(self.server_name, self.server_port)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ def serve_metrics(
 
     Args:
         listen: host:port; port 0 picks a free one.
-        problem: why the service is not ready, with which `/ready` answers 503; "" where it is, and `/ready`
+        problem: says why the service is not ready, with which `/ready` answers 503; "" where it is ready:
             200. Called from the server's threads. None: 404.
         certs: the service's; every path then needs TLS and a reader's certificate. None: plain HTTP.
     Raises: ConfigurationError for a malformed address or one that cannot be bound.
@@ -154,7 +154,7 @@ def serve_metrics(
 
 
 def _names(connection: ssl.SSLSocket) -> set[str]:
-    """The common names of the client's certificate, which the handshake has verified."""
+    """Return the common names of the client's certificate, which the handshake has verified."""
     subject: Any = (connection.getpeercert() or {}).get("subject", ())
     return {value for part in subject for key, value in part if key == "commonName"}
 

@@ -33,7 +33,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def test_smollm2_answers_a_question_sensibly(client: openai.OpenAI) -> None:
-    assert [its.id for its in client.models.list()] == ["smollm2"]
+    assert [model.id for model in client.models.list()] == ["smollm2"]
     (choice,) = client.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
@@ -48,7 +48,9 @@ def facts() -> list[DatasetExample]:
     """Questions about one window of the documents, the one with most of them."""
     tokenizer = ChatTokenizer.load("smollm2")
     found = read_collection(REAL, lengths=(LENGTH,), count_tokens=lambda text: len(tokenizer.encode(text)))
-    windows = [list(examples) for _, examples in groupby(found["fact", LENGTH], lambda its: its.document)]
+    windows = [
+        list(examples) for _, examples in groupby(found["fact", LENGTH], lambda example: example.document)
+    ]
     return max(windows, key=len)[:NUM_QUESTIONS]
 
 
@@ -68,12 +70,12 @@ def answered(client: openai.OpenAI, example: DatasetExample, **options: Any) -> 
 def test_the_default_answers_what_the_full_cache_answers(client: openai.OpenAI) -> None:
     """A small cell of `benchmarks/results/real`."""
     examples = facts()
-    full = [answered(client, its, kv_compression="full")[0] for its in examples]
+    full = [answered(client, example, kv_compression="full")[0] for example in examples]
     assert sum(full) >= NUM_QUESTIONS // 4, "too few to tell"
-    default = [answered(client, its) for its in examples]
+    default = [answered(client, example) for example in examples]
     lost = [
-        its.messages[-1]["content"][-80:]
-        for its, was_right, (is_right, _) in zip(examples, full, default, strict=True)
+        example.messages[-1]["content"][-80:]
+        for example, was_right, (is_right, _) in zip(examples, full, default, strict=True)
         if was_right and not is_right
     ]
     assert lost == []

@@ -1,7 +1,7 @@
 """Budgets that mean the same bytes for every method, and the sizes that they are measured by.
 
-A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that what it comes to is the
-largest that does not exceed the target. Where a prompt's bytes are known only once it is packed, these are
+A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that the resulting bytes are
+the most that do not exceed the target. Where a prompt's bytes are known only once it is packed, these are
 bounds, and `compressor.py` goes on from them to the bytes held. Counts what a decode worker holds and reads;
 allocates nothing.
 """
@@ -46,7 +46,7 @@ class Target:
     value: Fraction
 
     def size_bytes(self, spec: ModelSpec, num_tokens: int) -> int:
-        """The target for a prompt of num_tokens tokens, rounded down."""
+        """Return the target for a prompt of num_tokens tokens, rounded down."""
         if self.kind == "bytes":
             return int(self.value)
         if self.kind == "tokens":
@@ -54,7 +54,7 @@ class Target:
         return int(self.value * spec.full_bytes(num_tokens))
 
     def given_to(self, plan: CompressionPlan) -> CompressionPlan:
-        """The plan with this as its budget, for comparisons that match nothing."""
+        """Return the plan with this as its budget, for comparisons that match nothing."""
         if self.kind == "own":
             return plan
         if self.kind == "retention":
@@ -63,7 +63,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read one budget. Raises ConfigurationError where it is none of the forms."""
+    """Read one budget. Raises ConfigurationError if it has none of the forms."""
     if text == _OWN:
         return Target(label=_OWN, kind="own", value=Fraction(0))
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|t|B|KiB|MiB|GiB|)", text)
@@ -84,16 +84,16 @@ def parse_target(text: str) -> Target:
 
 
 def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
-    """What is kept of a prompt, kept positions included.
+    """Count the bytes kept of a prompt, kept positions included.
 
-    Args: prompt_bytes: what each layer came to where that depends on its content, None for others; empty
-        counts the most that they may come to.
+    Args: prompt_bytes: the bytes of each layer whose size depends on its content, None for others; empty
+        counts the most that they may have.
     """
     return sum(fmt.kept_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
 def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
-    """What a decode step reads of a compressed prompt: all of it, or estimates and the rows they choose."""
+    """Count the bytes that a decode step reads: all of the prompt, or estimates and the rows they choose."""
     return sum(fmt.read_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
@@ -159,7 +159,7 @@ def plan_for_target(
     num_tokens: int,
     max_new_tokens: int,
 ) -> CompressionPlan | None:
-    """The plan with the largest budget that stays within the target; None where even one token exceeds it.
+    """Find the plan with the largest budget within the target; None if even one token exceeds it.
 
     Args: num_tokens, max_new_tokens: of the prompt that is compressed, as for `resolve_plan`.
     """

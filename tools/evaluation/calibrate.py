@@ -1,11 +1,12 @@
-"""`kvferry calibrate`: a model's own distortion table and quality curves, in files that services find by it.
+"""`kvferry calibrate`: measures a model's distortion table and quality curves, into files that services find.
 
     samples.py ──► prompts ──► K, V ──► NAME-HASH.epsilon.json
                       └──► compressed by each method to each budget ──► answers ──► NAME-HASH.quality.json
 
-The table comes first: the curves are of what compresses by it. A worker that is to calibrate does the same
-before it serves. One process at a time measures a model (`NAME-HASH.lock`); what an interrupted one has
-measured is used by the next (`NAME-HASH.partial`). Runs the one-process generator, without services.
+The table comes first, because the curves are measured with compression that uses it. A worker that is to
+calibrate does the same before it serves. One process at a time measures a model (`NAME-HASH.lock`); what an
+interrupted one has measured is used by the next (`NAME-HASH.partial`). Runs the one-process generator,
+without services.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ log = structlog.get_logger(__name__)
 
 
 def calibrate(config: CalibrateConfig, *, console: Console | None = None) -> int:
-    """Measure the model, write its files and say what they say. Returns the exit code.
+    """Measure the model, write its files and print the results. Returns the exit code.
 
     Raises: ConfigurationError: an option is wrong, or the folder cannot be written to.
     """
-    # Mistakes are told before anything is measured.
+    # Mistakes are reported before anything is measured.
     methods = _methods(config.methods)
     _retentions(config.retentions)
     _made_folder(config.calibration)
@@ -112,7 +113,7 @@ def calibrate(config: CalibrateConfig, *, console: Console | None = None) -> int
 
 
 def worker_calibration(model: str, calibration: str) -> Callable[[LanguageModel, Callable[[], bool]], None]:
-    """What a worker calls before it serves; see `shared.process.worker.Calibrate`.
+    """Return the function that a worker calls before it serves; see `shared.process.worker.Calibrate`.
 
     Args: model, calibration: the worker's settings. The folder is made.
     Raises: ConfigurationError: the folder cannot be made.
@@ -125,7 +126,7 @@ def worker_calibration(model: str, calibration: str) -> Callable[[LanguageModel,
 def calibrate_missing(config: CalibrateConfig, model: LanguageModel, is_given_up: Callable[[], bool]) -> None:
     """Measure what the folder lacks of a model: its table, its curves, or both. Progress is logged.
 
-    Args: is_given_up: where it says so, this returns after the prompt at hand; a later call goes on there.
+    Args: is_given_up: if it returns True, this returns after the current prompt; a later call goes on there.
     Raises: ConfigurationError: a file of the folder is torn, or it cannot be written to.
     """
     if not any(_lacking(config, model)):
@@ -159,7 +160,7 @@ class _GivenUp(Exception):
 
 
 def _lacking(config: CalibrateConfig, model: LanguageModel) -> tuple[bool, bool]:
-    """Whether a table of the model is missing, and whether its curves are. Installs the tables there are."""
+    """Return whether the model's table and its curves are missing. Installs the existing tables."""
     fingerprint, applicable = model.spec.fingerprint, applicable_methods(model.spec.layers)
     install_tables("", calibration=config.calibration)
     has_curves = bool(CurveBook.read(config.calibration).methods(fingerprint))
@@ -329,7 +330,7 @@ def _values(
     measure: Measure,
     eos_token_ids: tuple[int, ...],
 ) -> list[float]:
-    """Under each plan: the right answer's mean NLL, or 1 where the greedy answer is the one wanted, else 0.
+    """Return for each plan the right answer's mean NLL, or 1 if the greedy answer is the one wanted, else 0.
 
     The last prompt token is fed to the compressed cache, so that every answer token sees that cache.
 

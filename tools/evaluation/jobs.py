@@ -53,7 +53,7 @@ class WorkerOptions:
 
 
 def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Record]]:
-    """Records of each batch of units as soon as it is measured.
+    """Yield the records of each batch of units as soon as it is measured.
 
     Raises:
         KvferryError: a process died.

@@ -68,7 +68,7 @@ class UnitRunner:
         )
 
     def run(self, jobs: Sequence[Job]) -> list[Record]:
-        """One record for each (unit, setting, contender); all are answered together, turn by turn.
+        """Measure one record for each (unit, setting, contender); all are answered together, turn by turn.
 
         Raises:
             ConfigurationError: an example does not fit into the model's window.
@@ -146,7 +146,7 @@ class UnitRunner:
         return found
 
     def _answer(self, index: int, runs: Sequence[_Run]) -> None:
-        """Turn `index` of every run."""
+        """Answer turn `index` of every run."""
         asked = [
             (run, i, pending)
             for run in runs

@@ -1,12 +1,12 @@
 """Prompts for calibration, each with the text that must follow it: cut from a text, asked, or generated.
 
-Of an excerpt of a text, which is the model's prompt, a passage is to be quoted whose first tokens are given:
+A prompt cut from a text is an excerpt of it. The model is to quote a passage whose first tokens are given:
 
     user: EXCERPT Quote the passage of this text that begins with: WORDS    assistant: WORDS ...
 
-The question names a place of the prompt, and the answer needs what follows there, further with every token.
-Any model can do it, chat template or not, and what is right is known. Generated prompts are conversations of
-the recall tasks, which the demo model was trained for.
+The question names a place in the prompt, and each token of the answer needs the text that follows there.
+Any model can do it, with or without a chat template, and the right answer is known. Generated prompts are
+conversations of the recall tasks, which the demo model was trained for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def draw_samples(
     num_tokens: int,
     max_model_len: int,
 ) -> list[Sample]:
-    """Samples of about num_tokens tokens each unless they come from `data`.
+    """Draw samples of about num_tokens tokens each unless they come from `data`.
 
     Args:
         text: file to cut them from.
@@ -115,7 +115,7 @@ def _read(text: str) -> str:
 
 
 def _quotations(tokenizer: ChatTokenizer, text: str, number: int, num_tokens: int) -> list[Sample]:
-    """Excerpts at even distances, which overlap where the text is short, and passages at all depths."""
+    """Cut excerpts at even distances, which overlap if the text is short, and passages at all depths."""
     ids = tokenizer.encode(text, add_special=False)
     size, quoted = num_tokens - _REQUEST_TOKENS, _GIVEN_TOKENS + _QUOTED_TOKENS
     if size < quoted:

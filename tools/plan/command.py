@@ -76,7 +76,7 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
 def chosen_plans(
     config: PlanConfig, applicable: tuple[str, ...], deployment: Deployment
 ) -> dict[str, CompressionPlan]:
-    """The plan of each method, with the retention that the wanted loss needs; full is always among them.
+    """Return each method's plan, with the retention that the wanted loss needs; full is always included.
 
     Raises: ConfigurationError: a method does not exist or does not go with the model.
     """
@@ -94,7 +94,7 @@ def chosen_plans(
 
 
 def quality_curves(calibration: str, fingerprint: str) -> ModelCurves:
-    """The curves that were measured on a model, else the demo's.
+    """Return the curves that were measured on a model, else the demo's.
 
     Args: calibration: as of `calibration_files`.
     Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
@@ -108,7 +108,7 @@ def quality_curves(calibration: str, fingerprint: str) -> ModelCurves:
 
 
 def _plan(method: str, curve: QualityCurve | None, max_loss: float) -> CompressionPlan:
-    """With the retention of the curve, or with the method's own budget where there is none."""
+    """Make a plan with the retention of the curve, or with the method's own budget if there is no curve."""
     if curve is None or not preset(method).takes_budget:
         return plan_for(method)
     retention = curve.retention_at(1 - max_loss / 100, nll=curve.highest_nll)
@@ -141,18 +141,19 @@ def _report(
             "are_the_models_own": model.spec.fingerprint in curves.fingerprints.values(),
         },
         "methods": {
-            name: {"retention": plans[name].budget.retention, **_figures(its)} for name, its in apart.items()
+            name: {"retention": plans[name].budget.retention, **_figures(prediction)}
+            for name, prediction in apart.items()
         },
         "without_disaggregation": _figures(alone),
         "advice": dataclasses.asdict(advice),
     }
 
 
-def _figures(its: Prediction) -> dict[str, Any]:
-    fields = dataclasses.asdict(its)
+def _figures(prediction: Prediction) -> dict[str, Any]:
+    fields = dataclasses.asdict(prediction)
     del fields["load"]
     for name in ("first_token_s", "per_token_s", "total_s", "workers"):
-        fields[name] = getattr(its, name)
+        fields[name] = getattr(prediction, name)
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()
@@ -182,7 +183,10 @@ def _show(
         f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed, {of}.",
         "",
         _line(_COLUMNS),
-        *(_line(_cells(name, plans[name].budget.retention, its)) for name, its in apart.items()),
+        *(
+            _line(_cells(name, plans[name].budget.retention, prediction))
+            for name, prediction in apart.items()
+        ),
         _line(_cells("not disaggregated", None, alone)),
         "",
         *(f"- {reason}" for reason in advice.reasons),
@@ -191,26 +195,30 @@ def _show(
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 
-def _cells(name: str, retention: float | None, its: Prediction) -> tuple[str, ...]:
-    workers = f"{its.prefill_workers} + {its.decode_workers}" if its.prefill_workers else f"{its.workers}"
+def _cells(name: str, retention: float | None, prediction: Prediction) -> tuple[str, ...]:
+    workers = (
+        f"{prediction.prefill_workers} + {prediction.decode_workers}"
+        if prediction.prefill_workers
+        else f"{prediction.workers}"
+    )
     return (
         name,
         "" if retention is None else f"{100 * retention:.1f} %",
-        f"{its.sizes.shipped / 1e6:.1f}" if its.prefill_workers != 0 else "",
-        f"{its.sizes.arena / 1e6:.1f}",
-        f"{its.prefill_s:.3g}",
-        f"{its.compress_s:.2g}",
-        f"{its.transfer_s:.2g}",
-        f"{its.first_token_s:.3g}",
-        f"{1000 * its.per_token_s:.3g}",
-        f"{its.total_s:.3g}",
-        f"{its.batch:.1f}",
-        workers if its.workers is not None else "none",
+        f"{prediction.sizes.shipped / 1e6:.1f}" if prediction.prefill_workers != 0 else "",
+        f"{prediction.sizes.arena / 1e6:.1f}",
+        f"{prediction.prefill_s:.3g}",
+        f"{prediction.compress_s:.2g}",
+        f"{prediction.transfer_s:.2g}",
+        f"{prediction.first_token_s:.3g}",
+        f"{1000 * prediction.per_token_s:.3g}",
+        f"{prediction.total_s:.3g}",
+        f"{prediction.batch:.1f}",
+        workers if prediction.workers is not None else "none",
     )
 
 
 def _line(cells: Sequence[str]) -> str:
-    """A row of the table: the first cell to the left, the others to the right of their columns."""
+    """Format a row of the table: the first cell to the left, the others to the right of their columns."""
     first, *others = cells
     widths = [max(len(title), _LEAST_WIDTH) for title in _COLUMNS[1:]]
     return first.ljust(_NAME_WIDTH) + "".join(

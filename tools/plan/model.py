@@ -35,19 +35,19 @@ class ModelCost:
         return self.num_parameters * DTYPE_BYTES[self.spec.dtype]
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Of one prompt: two a parameter and token, and causal attention's two products."""
+        """Count a prompt's operations: two a parameter and token, and causal attention's two products."""
         return 2.0 * self.num_active * num_tokens + sum(
             2.0
             * self.spec.num_heads
             * self.spec.head_dim
             * num_tokens
-            * min(num_tokens, its.window or num_tokens)
-            for its in (self.spec.layer(layer) for layer in self.spec.row_layers)
+            * min(num_tokens, layer_spec.window or num_tokens)
+            for layer_spec in (self.spec.layer(layer) for layer in self.spec.row_layers)
         )
 
 
 def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
-    """The costs of a model.
+    """Read the costs of a model.
 
     Args:
         path_or_id: as `resolve_model_path` takes it; a folder needs no weights.
@@ -70,17 +70,17 @@ def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
         layers = check_config(config, max_model_len=max_model_len)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    if not all(its.has_rows for its in layers) or not hasattr(text, "num_attention_heads"):
+    if not all(layer.has_rows for layer in layers) or not hasattr(text, "num_attention_heads"):
         raise UnsupportedModel(
             f"model {path_or_id!r} has layers with a state, whose size is known only once it is loaded"
         )
-    sizes = {name: its.numel() for name, its in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     latent_dim = int(getattr(text, "kv_lora_rank", 0) or 0)
     is_plain = not getattr(text, "attn_logit_softcapping", None) and not any("sink" in name for name in sizes)
     if latent_dim or not is_plain:
         layers = tuple(
-            replace(its, latent_dim=latent_dim, has_plain_softmax=is_plain)
-            for its in layers or (LayerSpec(),) * int(text.num_hidden_layers)
+            replace(layer, latent_dim=latent_dim, has_plain_softmax=is_plain)
+            for layer in layers or (LayerSpec(),) * int(text.num_hidden_layers)
         )
     num_heads = int(text.num_attention_heads)
     # JetMoE's attention repeats the KV heads before it calls us.
@@ -110,7 +110,7 @@ def read_model(path_or_id: str, *, dtype: DTypeName | None = None) -> ModelCost:
 
 
 def _fingerprint(folder: Path, dtype: str) -> str:
-    """By which a model's own curves are found; "" where its weights are not on this machine."""
+    """Return the fingerprint of a model's own curves; "" if its weights are not on this machine."""
     try:
         return model_fingerprint(folder, dtype=dtype)
     except ConfigurationError:
@@ -118,7 +118,7 @@ def _fingerprint(folder: Path, dtype: str) -> str:
 
 
 def _active_share(config: Any) -> float:
-    """Which share of the experts' parameters a token meets."""
+    """Return the share of the experts' parameters that a token uses."""
     number = next(
         (
             getattr(config, n)

@@ -68,15 +68,15 @@ class PlanChooser:
         self._curves = CurveBook.read(config.calibration)
 
     def all(self) -> tuple[CompressionPlan, ...]:
-        """The plan of each allowed method where a request gives no budget."""
+        """Return the plan of each allowed method for a request without a budget."""
         return tuple(self._plan(KvCompression(), method) for method in self.allowed)
 
     def default(self, model: ModelSpec) -> CompressionPlan:
-        """The plan of a prompt whose request says nothing of compression."""
+        """Return the plan of a prompt whose request does not mention compression."""
         return self._plan(KvCompression(), self.default_method(model))
 
     def default_method(self, model: ModelSpec) -> str:
-        """The method of requests that name none: the server's default, if it goes with the model."""
+        """Return the method of requests that name none: the server's default, if the model supports it."""
         fitting = applicable_methods(model.layers)
         for method in (self._default_method, *_FALLBACKS, *self.allowed):
             if method in fitting and method in self.allowed:
@@ -132,7 +132,7 @@ class PlanChooser:
         )
 
     def _plan(self, wanted: KvCompression, method: str) -> CompressionPlan:
-        """The plan where no quality is requested.
+        """Return the plan of a request without a quality.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
@@ -207,7 +207,7 @@ _ADDED: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def of_prompts(reports: Sequence[KvReport]) -> KvReport:
-    """The report of several prompts, of which there is at least one."""
+    """Return the report of several prompts, of which there is at least one."""
     return cast(KvReport, _together(reports))
 
 
@@ -219,7 +219,7 @@ def kv_report(
     num_kept_bins: int = 0,
     max_tokens: int | None = None,
 ) -> KvReport:
-    """The report of one prompt.
+    """Return the report of one prompt.
 
     Args:
         chosen: the request's plan; None where it failed before it had one.
@@ -281,10 +281,10 @@ def _together(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
-    """For a client: that its method was not worth using for this prompt.
+    """Tell a client that its method was not worth using for this prompt.
 
-    Returns: None where it was, and where bytes do not tell: with an attention that reads a part of what was
-        shipped, and of a delta or several attempts.
+    Returns: None if it was, and if bytes do not show it: with an attention that reads a part of what was
+        shipped, and after a delta or several attempts.
     """
     first = turn.first
     if first is None or turn.replays or turn.delta_bytes is not None or plan.attention.name != "dense":

@@ -6,7 +6,7 @@ The knapsack uses them as costs. The tables of the paper's five models are built
     {"keys": [e2, e4, e8], "values": [e2, e4, e8], "fingerprints": {"float32": "43f5...", ...}, ...}
 
 "fingerprints" are those of the measured model by compute dtype; other entries describe the measurement. The
-name "model" is the table that was measured on the served model, which lies where `calibrations.py` says. A
+name "model" means the table measured on the served model; `calibrations.py` says where that lies. A
 service may have a folder of other tables, which requests name by their files' names, never by paths. Both are
 read once, at start (`install_tables`). Router and workers should have the same tables: one that lacks a table
 refuses requests that name it.
@@ -76,13 +76,13 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 OWN_TABLE = "model"
 """The name of the served model's own table."""
 FALLBACK = "LLaMA-3.1-8B"
-"""The table that OWN_TABLE is for a model that none was measured on."""
+"""The table that OWN_TABLE means if none was measured on the model."""
 SUFFIX = ".epsilon.json"
 
 
 @dataclass
 class _Tables:
-    """What `install_tables` read. Attributes: measured: on models; None until somebody asks."""
+    """What `install_tables` read. Attributes: measured: the tables of models; None until they are read."""
 
     named: dict[str, EpsilonTable] = field(default_factory=dict)
     measured: tuple[EpsilonTable, ...] | None = None
@@ -93,7 +93,7 @@ _tables = _Tables()
 
 
 def find_table(name: str, *, fingerprint: str = "") -> EpsilonTable:
-    """A table by its name: OWN_TABLE, one of the paper's models, or of the installed folder's.
+    """Find a table by its name: OWN_TABLE, one of the paper's models, or of the installed folder's.
 
     Args: fingerprint: of the served model. Its own table is the one that was measured on it, the installed
         folder's before the calibrations'; else FALLBACK.
@@ -105,8 +105,8 @@ def find_table(name: str, *, fingerprint: str = "") -> EpsilonTable:
 
 
 def stand_in(resolved: ResolvedPlan, *, fingerprint: str) -> str:
-    """The name of another model's table by which a plan weighs bit-widths since the served model has none; ""
-    where it has its own, and where the plan names a table or needs none.
+    """Return the name of another model's table that a plan uses because the served model has none; "" if the
+    model has its own, or if the plan names a table or needs none.
 
     Args: fingerprint: of the served model.
     """
@@ -115,7 +115,7 @@ def stand_in(resolved: ResolvedPlan, *, fingerprint: str) -> str:
 
 
 def own_table(fingerprint: str) -> EpsilonTable | None:
-    """The table that was measured on a model."""
+    """Return the table that was measured on a model."""
     if _tables.measured is None:  # a process that installs none
         _tables.measured = _measured("")
     own = None
@@ -135,7 +135,7 @@ def install_tables(folder: str, *, calibration: str = "") -> None:
     Args:
         folder: of tables that plans may name: a table's name is its file's name without `.json`. Files with
             another ending are ignored; empty for none.
-        calibration: as of `calibration_files`.
+        calibration: as in `calibration_files`.
 
     Raises:
         ConfigurationError: a folder or a table cannot be read, or a name is one of the paper's.
@@ -152,7 +152,7 @@ def install_tables(folder: str, *, calibration: str = "") -> None:
 
 
 def load_table(path: Path) -> EpsilonTable:
-    """The table of one file.
+    """Load the table of one file.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a table.

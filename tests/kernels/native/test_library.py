@@ -69,7 +69,7 @@ def test_a_folder_that_others_may_change_or_replace_is_not_used(
     folder = tmp_path / "home" / native.CACHE
     folder.mkdir(parents=True, mode=0o700)
     (tmp_path / "links" / "home").symlink_to(tmp_path / "home")
-    changed = next(its for its in (folder, *folder.parents) if its.name == place)
+    changed = next(path for path in (folder, *folder.parents) if path.name == place)
     changed.chmod(mode)
     if owner:
         os.chown(changed, owner, -1)
@@ -96,7 +96,7 @@ def test_folders_that_are_made_are_for_this_user_alone(home: Path) -> None:
         assert native._folder() == home
     finally:
         os.umask(umask)
-    assert [its.stat().st_mode & 0o777 for its in (home, home.parent, home.parents[1])] == [0o700] * 3
+    assert [path.stat().st_mode & 0o777 for path in (home, home.parent, home.parents[1])] == [0o700] * 3
 
 
 @needs_compiler
@@ -177,8 +177,8 @@ def test_steps_of_a_batch_are_torch_s_and_write_its_rows(head_dim: int) -> None:
     assert batch.is_launched
     active = torch.tensor([1, 1, 0, 1, 1])
     for each, of_slot in ((batch, rows), (plain, plain_rows)):
-        for slot, its in enumerate(of_slot):
-            each.place(slot, {0: its})
+        for slot, cached in enumerate(of_slot):
+            each.place(slot, {0: cached})
     batch.show(active)
     scratch = batch.scratch(len(lengths))
     for number in range(3):

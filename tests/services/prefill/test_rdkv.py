@@ -91,7 +91,9 @@ async def test_a_draft_reads_what_the_prompt_says_and_leaves_no_row_in_the_histo
     (one, layers), (others, drafted) = results
     assert one == others[:1]
     assert len(others) == 8
-    assert any(not torch.equal(its["codes"], drafted[layer]["codes"]) for layer, its in enumerate(layers))
+    assert any(
+        not torch.equal(tensors["codes"], drafted[layer]["codes"]) for layer, tensors in enumerate(layers)
+    )
 
 
 async def test_a_request_that_is_cancelled_while_its_draft_runs_opens_no_transfer(harness: Harness) -> None:

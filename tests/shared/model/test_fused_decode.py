@@ -98,7 +98,7 @@ def products_of(model: TransformersModel) -> list[Product]:
     assert model._fused is not None
     native = model._fused._native
     assert native is not None
-    return [native._head, *(getattr(its, name) for its in native._layers for name in PRODUCTS)]
+    return [native._head, *(getattr(layer, name) for layer in native._layers for name in PRODUCTS)]
 
 
 @pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
@@ -154,22 +154,22 @@ def join_products(model: TransformersModel) -> list[JoinedProducts]:
     """As on a GPU."""
     assert model._fused is not None
     model._fused.join_products()
-    joined = [its for pair in model._fused._products for its in pair]
-    return [its for its in joined if isinstance(its, JoinedProducts)]
+    joined = [product for pair in model._fused._products for product in pair]
+    return [product for product in joined if isinstance(product, JoinedProducts)]
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_joined_weights_give_the_modules_logits_and_take_no_memory(tmp_path: Path, name: str) -> None:
     model = load(tmp_path, name)
     expected, tokens = logits_of(model, "torch")
-    kept = {key: its.clone() for key, its in model._model.state_dict().items()}
+    kept = {key: tensor.clone() for key, tensor in model._model.state_dict().items()}
     num_layers = len(model._model.get_decoder().layers)
     assert len(join_products(model)) == 2 * num_layers
-    for key, its in model._model.state_dict().items():
-        assert torch.equal(its, kept[key]), key
+    for key, tensor in model._model.state_dict().items():
+        assert torch.equal(tensor, kept[key]), key
     attention = model._model.get_decoder().layers[0].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert len({its.untyped_storage().data_ptr() for its in parts}) == 1
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     # the twin of a worker in the same process finds them joined
     again = side_by_side(parts)
     assert again.data_ptr() == parts[0].data_ptr()

@@ -35,7 +35,7 @@ def folder_of(tmp_path: Path, family: str = "qwen2", dtype: torch.dtype = torch.
 
 
 def linear_layers(model: TransformersModel) -> list[nn.Linear]:
-    return [its for its in model._model.modules() if isinstance(its, nn.Linear)]
+    return [module for module in model._model.modules() if isinstance(module, nn.Linear)]
 
 
 def layer_of(rows: int, columns: int, *, has_bias: bool) -> NarrowLinear:
@@ -66,15 +66,15 @@ def logits_of(model: TransformersModel, num_steps: int = 3) -> Tensor:
 def test_weights_are_stored_as_bfloat16_and_all_else_is_float32(tmp_path: Path, family: str) -> None:
     model = load_model(folder_of(tmp_path, family), device="cpu")
     layers = linear_layers(model)
-    assert {type(its) for its in layers} == {NarrowLinear}
-    assert {its.weight.dtype for its in layers} == {torch.bfloat16}
-    weights = {its.weight.data_ptr() for its in layers}
-    others = [its for its in model._model.parameters() if its.data_ptr() not in weights]
-    assert {its.dtype for its in others} == {torch.float32}
+    assert {type(layer) for layer in layers} == {NarrowLinear}
+    assert {layer.weight.dtype for layer in layers} == {torch.bfloat16}
+    weights = {layer.weight.data_ptr() for layer in layers}
+    others = [parameter for parameter in model._model.parameters() if parameter.data_ptr() not in weights]
+    assert {parameter.dtype for parameter in others} == {torch.float32}
     assert model.dtype == torch.float32
     assert model.spec.dtype == "float32"
     twin = model.twin()
-    assert {its.weight.data_ptr() for its in linear_layers(twin)} == weights
+    assert {layer.weight.data_ptr() for layer in linear_layers(twin)} == weights
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_weights_are_stored_as_bfloat16_and_all_else_is_float32(tmp_path: Path, 
 )
 def test_others_are_as_they_were(tmp_path: Path, family: str, dtype: torch.dtype, asked: str) -> None:
     model = load_model(folder_of(tmp_path, family, dtype), device="cpu", dtype=asked)
-    assert {type(its) for its in linear_layers(model)} == {nn.Linear}
+    assert {type(layer) for layer in linear_layers(model)} == {nn.Linear}
 
 
 def test_without_the_instructions_weights_are_float32(
@@ -96,7 +96,7 @@ def test_without_the_instructions_weights_are_float32(
 ) -> None:
     monkeypatch.setattr(loading, "multiplies_in_bfloat16", lambda: False)
     model = load_model(folder_of(tmp_path), device="cpu")
-    assert {its.weight.dtype for its in linear_layers(model)} == {torch.float32}
+    assert {layer.weight.dtype for layer in linear_layers(model)} == {torch.float32}
 
 
 @pytest.mark.parametrize("mode", ["auto", "torch"])
@@ -116,8 +116,8 @@ def test_steps_read_the_model_s_own_weights(tmp_path: Path) -> None:
     logits_of(model, 1)
     assert model._fused is not None
     assert model._fused._native is not None
-    read = {its.data_ptr() for its in model._fused._native._read}
-    assert {its.weight.data_ptr() for its in linear_layers(model)} <= read
+    read = {tensor.data_ptr() for tensor in model._fused._native._read}
+    assert {layer.weight.data_ptr() for layer in linear_layers(model)} <= read
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -165,8 +165,8 @@ def test_a_prompt_s_logits_are_near_those_of_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["full", "snapkv", "rdkv"])
 async def test_the_services_answer_as_the_one_process_generator(tmp_path: Path, method: str) -> None:
     async with started_pair(folder_of(tmp_path), max_model_len=1024) as pair:
-        assert {type(its) for its in linear_layers(pair.model)} == {NarrowLinear}
+        assert {type(layer) for layer in linear_layers(pair.model)} == {NarrowLinear}
         prompt = prompt_of(90, seed=4)
         turn = await pair.turn(prompt, plan_of(method))
         expected = OneProcessGenerator(pair.model).generate(prompt, plan=plan_of(method), sampling=SAMPLING)
-        assert turn.tokens == [its.token_id for its in expected]
+        assert turn.tokens == [token.token_id for token in expected]
