@@ -69,7 +69,7 @@ Layers are of these kinds:
   bytes are each layer's own.
 - **state**: a recurrent, linear-attention or convolution state of fixed size, beside layers that attend or
   in one with attention (Falcon-H1, Zamba). It is shipped whole with every method. Sessions are continued from
-  the end of a prompt or of a turn, where history has the states ([limits](limits.md)). Without layers that
+  the end of a prompt or of a turn, where history has the states ([how](sessions.md#models-with-states)). Without layers that
   attend (Mamba) there is nothing to compress: such models run as `full`. transformers' own torch code
   computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` if they are
   installed.
@@ -165,7 +165,7 @@ heads. The types that `tests/shared/model/test_parallel.py` checks against one r
 
 Not: quantised weights, states, latent rows, layers with different numbers of heads or that share KV, and
 types whose queries and keys are normalised over all heads.
-A decode worker of several ranks takes every method.
+A decode worker of several ranks takes [every method but two kinds](ranks.md#methods).
 
 ## Model types
 

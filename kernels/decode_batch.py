@@ -9,7 +9,6 @@ sequence joins and leaves alone: the other slots' descriptors stay as they are.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
-from kvferry.kernels.native.library import is_compared, library
+from kvferry.kernels.native.library import in_threads, is_compared
 from kvferry.kernels.quarantine import attempt, recovered, rehearsing
 from kvferry.kernels.quarantine import state as quarantine
 from kvferry.kernels.softmax import Scaling, Softmax
@@ -232,7 +231,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         path = "native" if is_compared() else planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
         self._in_triton = path in ("triton", "interpreter")
-        self._c_code = _in_threads(self.C_FUNCTION) if self._is_native else None
+        self._c_code = in_threads(self.C_FUNCTION) if self._is_native else None
         self._packed_tokens: tuple[Tensor, Tensor] | None = None  # entries and codes, for C code
         self.has_tables = self._is_native or self._in_triton
         self.op, self._shape, self._base = op, shape, base
@@ -397,13 +396,6 @@ def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
     return first, [keys.stride(0), values.stride(0), 0, *[other.stride(0) for other in others]]
 
 
-def _in_threads(name: str) -> Callable[..., int]:
-    """Return a function of the C library, called for each head by one of several threads."""
-    found = library()
-    function = ctypes.cast(getattr(found, name), ctypes.c_void_p).value
-    return partial(found.kvferry_attend_in_threads, function)
-
-
 def attend_in_c(
     function: Callable[..., int],
     heads: Tensor,
@@ -416,7 +408,7 @@ def attend_in_c(
     """Append a row to every head of a table and attend, by C code in as many threads as torch has.
 
     Args:
-        function: of `_in_threads`.
+        function: of `in_threads`.
         heads: int64 `[n, fields]`, contiguous, with the function's fields.
         base: float32, one-dimensional; where the rows are.
         step, output: float32 and contiguous, of n heads.

@@ -322,16 +322,6 @@ def _fit(keys: Tensor, values: Tensor) -> bool:
     return values.shape[:-1] == keys.shape[:-1] and 0 < values.shape[-1] <= keys.shape[-1]
 
 
-def check_new_row(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-    """Require one token's key and value `[H_kv, D]` of keys and values `[H_kv, cap, D]`."""
-    expected = [(tensor.shape[0], tensor.shape[2]) for tensor in (keys, values)]
-    if not _fit(keys, values) or [key.shape, value.shape] != expected:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
-            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
-        )
-
-
 def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:
     """Require queries `[H_kv, G, rows, D]` and keys `[H_kv, T, D]` of one dtype and device."""
     fits = queries.ndim == 4 and keys.ndim == 3

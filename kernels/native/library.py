@@ -115,6 +115,13 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def in_threads(name: str) -> Callable[..., int]:
+    """Return an attention of the library that runs the heads of a batch in several threads."""
+    found = library()
+    function = ctypes.cast(getattr(found, name), ctypes.c_void_p).value
+    return functools.partial(found.kvferry_attend_in_threads, function)
+
+
 def is_available() -> bool:
     """Return whether this machine has the library."""
     return not isinstance(find_library(), NativeUnavailable)
