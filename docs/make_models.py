@@ -71,8 +71,8 @@ Layers are of these kinds:
   in one with attention (Falcon-H1, Zamba). It is shipped whole with every method. Sessions are continued from
   the end of a prompt or of a turn, where history has the states ([how](sessions.md#models-with-states)).
   Without layers that attend (Mamba) there is nothing to compress: such models run as `full`. transformers'
-  own torch code computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` if they are
-  installed.
+  own torch code computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and
+  `mamba-ssm` if they are installed.
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
   {_methods(_CAPPED)}.
