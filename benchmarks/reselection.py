@@ -33,7 +33,7 @@ from kvferry.tools.evaluation.budgets import Target, parse_target
 from kvferry.tools.evaluation.collection import read_collection
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.config import EvalConfig
-from kvferry.tools.evaluation.conversation import tokenize
+from kvferry.tools.evaluation.conversation import Turn, tokenize
 from kvferry.tools.evaluation.experiment import Contender, read_experiment
 from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
@@ -60,9 +60,9 @@ class Measured:
         self._generator = OneProcessGenerator(model)
         self._compressor = Compressor(model, self._generator, read_experiment(config))
 
-    def answer(self, prompt: Sequence[int]) -> Answer:
+    def answer(self, turn: Turn) -> Answer:
         """Return the full cache's greedy answer."""
-        captured = self._generator.capture(list(prompt))
+        captured = self._generator.capture(list(turn.prompt_token_ids), question=turn.question)
         assert captured.logits is not None
         full = self._generator.compress(captured, plan=plan_for("full"), max_new_tokens=MAX_NEW_TOKENS)
         tokens = [int(captured.logits.argmax())]
@@ -107,7 +107,7 @@ class Measured:
         def inputs_of(prompt: LayerInputs, later: LayerInputs) -> LayerInputs:
             queries = later.queries[:, :, num_prompt:]
             if not takes_ahead:
-                return replace(prompt, queries=queries)
+                return replace(prompt, queries=queries, question=None)
             keys, values = later.keys[:, num_prompt:], later.values[:, num_prompt:]
             return replace(prompt, ahead=Ahead(queries=queries, keys=keys, values=values))
 
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: dict[tuple[str, str, int], list[list[float]]] = {}
     with torch.inference_mode():
         for example in tqdm(examples, disable=None):
-            answer = measured.answer(tokenize(example, tokenizer).turns[-1].prompt_token_ids)
+            answer = measured.answer(tokenize(example, tokenizer).turns[-1])
             for method in options.methods.split(","):
                 for target in budgets:
                     for every in intervals:
