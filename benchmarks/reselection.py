@@ -28,12 +28,13 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.budgets import Target, parse_target
 from kvferry.tools.evaluation.collection import read_collection
 from kvferry.tools.evaluation.compressor import Compressor
 from kvferry.tools.evaluation.config import EvalConfig
-from kvferry.tools.evaluation.conversation import Turn, tokenize
+from kvferry.tools.evaluation.conversation import tokenize
 from kvferry.tools.evaluation.experiment import Contender, read_experiment
 from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.oracle import CapturedPrompt, Continuation, OneProcessGenerator
@@ -60,9 +61,9 @@ class Measured:
         self._generator = OneProcessGenerator(model)
         self._compressor = Compressor(model, self._generator, read_experiment(config))
 
-    def answer(self, turn: Turn) -> Answer:
+    def answer(self, prompt: Sequence[int], question: Question | None = None) -> Answer:
         """Return the full cache's greedy answer."""
-        captured = self._generator.capture(list(turn.prompt_token_ids), question=turn.question)
+        captured = self._generator.capture(list(prompt), question=question)
         assert captured.logits is not None
         full = self._generator.compress(captured, plan=plan_for("full"), max_new_tokens=MAX_NEW_TOKENS)
         tokens = [int(captured.logits.argmax())]
@@ -141,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: dict[tuple[str, str, int], list[list[float]]] = {}
     with torch.inference_mode():
         for example in tqdm(examples, disable=None):
-            answer = measured.answer(tokenize(example, tokenizer).turns[-1])
+            turn = tokenize(example, tokenizer).turns[-1]
+            answer = measured.answer(turn.prompt_token_ids, turn.question)
             for method in options.methods.split(","):
                 for target in budgets:
                     for every in intervals:
