@@ -31,7 +31,7 @@ class ExactTopK(Choosing):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> ExactTopK:
-        """The whole budget is for attention."""
+        """Spend the whole budget on attention."""
         return cls(num_tokens=budget)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
@@ -47,7 +47,7 @@ class ExactTopK(Choosing):
 
 
 def token_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
-    """The mean over the group of each head's softmax over tokens: float32 `[H_kv, n]`."""
+    """Return the mean over the group of each head's softmax over tokens: float32 `[H_kv, n]`."""
     logits = torch.matmul(queries.float() * scaling, keys.float().transpose(1, 2))
     return logits.softmax(dim=-1).mean(1)
 

@@ -14,7 +14,7 @@ _PYRAMID: Allowed = {"window": Between(1, 4096), "beta": Between(1, 4096)}
 
 
 def pyramid(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
-    """`W + b_l` rows in layer l, with b falling linearly from `2m - m/beta` to `m/beta`, `m = B - W`.
+    """Give layer l `W + b_l` rows, with b falling linearly from `2m - m/beta` to `m/beta`, `m = B - W`.
 
     If the first layer would get more rows than the prompt has, it gets T and the slope is less steep; the
     mean of b stays m. Fractions are rounded by largest remainder (the lower layer first), so that the total

@@ -28,7 +28,7 @@ class Quest(Paged):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Quest:
-        """Half of the budget is for reading bounds, half for K and V.
+        """Spend half of the budget on reading bounds, half on K and V.
 
         `P = ceil(cap/t)`, so that one extreme of d channels for each of cap/P pages takes no more bytes than
         K and V of t/2 tokens, twice that for latent rows; `floor(t/2)` tokens are attended. If the query
@@ -44,7 +44,7 @@ class Quest(Paged):
         A page's logit of head g is `scaling * sum_d max(q_gd Kmax_d, q_gd Kmin_d)`, over all channels;
         softmax over tokens per head (a page's logit stands for each of its tokens), mean over G, top-k.
 
-        Deviation: whole pages are not forced: where k is no multiple of P the last chosen page is cut, so
+        Deviation: whole pages are not forced: if k is not a multiple of P the last chosen page is cut, so
         that the budget is exact.
         """
         page_size, extremes = self.page_size, self.extremes(cache)
@@ -53,20 +53,20 @@ class Quest(Paged):
         keys, values = cache.keys[:, :length], cache.values[:, :length]
         if length <= self.num_tokens:
             return attend_rows(queries, keys, values, scaling=scaling)
-        used = [its[:, : num_pages(length, page_size)] for its in extremes]
+        used = [extreme[:, : num_pages(length, page_size)] for extreme in extremes]
         scores = token_scores(queries, *used, length=length, page_size=page_size, scaling=scale_of(scaling))
         tokens = top_tokens(scores, self.num_tokens)
         return attend_tokens(queries, keys, values, tokens, scaling=scaling)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """One of Kmax and Kmin for every channel of each page."""
+        """Count the bytes of one of Kmax and Kmin for every channel of each page."""
         return num_pages(num_rows, self.page_size) * shape.head_dim * shape.dtype.itemsize
 
 
 def token_scores(
     queries: Tensor, page_max: Tensor, page_min: Tensor, *, length: int, page_size: int, scaling: float
 ) -> Tensor:
-    """The mean over the group of each head's bounded softmax over tokens: float32 `[H_kv, n]`."""
+    """Return the mean over the group of each head's bounded softmax over tokens: float32 `[H_kv, n]`."""
     q = queries.float() * scaling
     # max(q Kmax, q Kmin) is q Kmax where q is positive, q Kmin where it is not
     logits = torch.matmul(q.clamp(min=0), page_max.float().transpose(1, 2))

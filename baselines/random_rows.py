@@ -31,14 +31,14 @@ class RandomScorer:
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> RandomScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make a scorer from a plan's `Part.params`; raises as `read_params`."""
         return cls(**read_params("random", params, {"seed": int}))
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]` in [0, 1)."""
+        """Return float32 `[H_kv, T]` in [0, 1)."""
         num_kv_heads, num_tokens, _ = inputs.keys.shape
         streams = [np.random.PCG64((self.seed % 2**64, inputs.layer, head)) for head in range(num_kv_heads)]
-        # its raw numbers are the same in every version of NumPy; those of its distributions need not be
+        # its raw numbers are the same in every version of NumPy; those of NumPy's distributions may not be
         bits = np.stack([stream.random_raw(num_tokens) for stream in streams]) >> np.uint64(40)
         return torch.from_numpy(bits.astype(np.float32)).div_(2**24).to(inputs.keys.device)
 

@@ -35,7 +35,7 @@ class SparQ(Choosing):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> SparQ:
-        """Half of the budget is for reading channels of K, half for K and V of the chosen tokens.
+        """Spend half of the budget on reading channels of K, half on K and V of the chosen tokens.
 
         `r = floor(d/c)` with `c = cap/t`, so that r channels of cap keys take no more bytes than K and V of
         t/2 tokens; `floor(t/2)` tokens are attended. Latent rows have half of the bytes, so r is half, too.
@@ -44,7 +44,7 @@ class SparQ(Choosing):
         return cls(num_channels=num_channels, num_tokens=max(budget // 2, 1))
 
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
-        """The running sum of the values, float32 `[H_kv, D]`."""
+        """Return the spec of the running sum of the values, float32 `[H_kv, D]`."""
         return (TensorSpec(shape=(shape.num_kv_heads, shape.value_dim), dtype=torch.float32),)
 
     def build(self, cache: CacheView, *, length: int) -> None:
@@ -55,11 +55,11 @@ class SparQ(Choosing):
         cache.auxiliary[0].add_(value)
 
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        """`alpha * attn(q, K[I2], V[I2]) + (1 - alpha) * mean(V)`, I2 chosen per KV head.
+        """Compute `alpha * attn(q, K[I2], V[I2]) + (1 - alpha) * mean(V)`, I2 chosen per KV head.
 
         I1 = top-r channels of sum_G |q|; over tokens
         s_g = softmax(scaling * q_g[I1] . K[I1] / sqrt(|q_g[I1]|_1 / |q_g|_1)); I2 = top-k of the mean of s
-        over G, k being num_tokens; alpha_g = sum of s_g over I2. Where all rows are attended, nothing is
+        over G, k being num_tokens; alpha_g = sum of s_g over I2. If all rows are attended, nothing is
         filled in.
 
         Deviation: selections are per KV head (sums over G), and the newest token stands for the paper's local
@@ -78,12 +78,12 @@ class SparQ(Choosing):
         return (alpha * exact.float() + (1 - alpha) * (value_sum / length)[:, None]).to(queries.dtype)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """r channels of every key, and the mean value."""
+        """Count the bytes of r channels of every key, and of the mean value."""
         return num_rows * self.num_channels * shape.dtype.itemsize + 4 * shape.value_dim
 
 
 def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scaling: float) -> Tensor:
-    """Each head's softmax over tokens, from r channels: float32 `[H_kv, G, n]`."""
+    """Return each head's softmax over tokens, from r channels: float32 `[H_kv, G, n]`."""
     q = queries.float()
     q_abs = q.abs()
     channels = q_abs.sum(1).sort(dim=-1, descending=True, stable=True).indices[:, :num_channels]
@@ -91,7 +91,7 @@ def approximate_scores(queries: Tensor, keys: Tensor, *, num_channels: int, scal
     # reading whole rows with zeros in q is faster than gathering single channels
     q_kept = torch.where(chosen[:, None], q, 0.0)
     l1_kept = q_kept.abs().sum(-1, keepdim=True)
-    # a head that is zero on these channels has logits of zero whatever it is divided by
+    # a head that is zero on these channels has logits of zero for any divisor
     temperature = torch.where(l1_kept > 0, (l1_kept / q_abs.sum(-1, keepdim=True)).sqrt(), 1.0)
     return torch.matmul(q_kept * scaling / temperature, keys.float().transpose(1, 2)).softmax(dim=-1)
 

@@ -42,7 +42,7 @@ class StreamingScorer:
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> StreamingScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make a scorer from a plan's `Part.params`; raises as `read_params`."""
         return cls(**read_params("streaming", params, {"sinks": Between(0, _MAX_SINKS)}), rows=rows)
 
     @property
@@ -50,7 +50,7 @@ class StreamingScorer:
         return min(self.sinks, self.rows - 1)
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`: recents 1, others 0, sinks +inf."""
+        """Return float32 `[H_kv, T]`: recents 1, others 0, sinks +inf."""
         num_kv_heads, num_tokens, _ = inputs.keys.shape
         sinks = self.protected_rows
         scores = torch.zeros(num_kv_heads, num_tokens, device=inputs.keys.device)

@@ -98,7 +98,7 @@ class Think(StoredFormat):
 
 
 def num_channels(retention: float, head_dim: int) -> int:
-    """C, the number of K channels that are retained."""
+    """Return C, the number of K channels that are retained."""
     # the shortest decimal that gives this float is what the preset or client wrote
     return math.ceil(Fraction(repr(retention)) * head_dim)
 
@@ -113,7 +113,7 @@ def pruned_decode(
     *,
     scaling: float,
 ) -> Tensor:
-    """softmax(scaling * [q_C K^T, q K_new^T]) [V; V_new], q_C the query's retained channels (ThinK, Eq. 6).
+    """Compute softmax(scaling * [q_C K^T, q K_new^T]) [V; V_new], q_C the query's retained channels (Eq. 6).
 
     Args: as in `kernels`; scaling is that of all D channels.
         channels: integers `[H_kv, C]`, those of the prompt's K, in its order.

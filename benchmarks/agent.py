@@ -124,7 +124,7 @@ class Agent:
             raise SystemExit(response.text)
         answer = response.json()
         choice, prompt = answer["choices"][0], tuple(answer["prompt_token_ids"])
-        known = max((common_prefix(its, prompt) for its in self._known), default=0)
+        known = max((common_prefix(tokens, prompt) for tokens in self._known), default=0)
         self._known.append((*prompt, *choice["token_ids"]))
         self.turns.append(
             {
@@ -185,10 +185,10 @@ def main() -> None:
         metrics_url = f"http://{addresses['prefill_metrics']}/metrics"
         for plan in options.plans:
             results[plan] = {ids: measure(client, metrics_url, plan, ids, script) for ids in IDS}
-            for ids, its in results[plan].items():
+            for ids, measured in results[plan].items():
                 sys.stdout.write(
-                    f"{plan}, {ids}: ships {its['shipped_share']:.2f} of its full selections, "
-                    f"prefills {its['prefill_share']:.2f} of its new tokens\n"
+                    f"{plan}, {ids}: ships {measured['shipped_share']:.2f} of its full selections, "
+                    f"prefills {measured['prefill_share']:.2f} of its new tokens\n"
                 )
     if options.output:
         figures = {

@@ -92,7 +92,7 @@ def compress_to(
         budget = (low + high) // 2
         resolved, tensors = compress(budget)
         formats = make_formats(spec, resolved)
-        kept = [fmt.kept_bytes(fmt.prompt_bytes(its)) for fmt, its in zip(formats, tensors, strict=True)]
+        kept = [fmt.kept_bytes(fmt.prompt_bytes(layer)) for fmt, layer in zip(formats, tensors, strict=True)]
         if sum(kept) <= most:
             low, best = budget, (resolved, tensors)
         else:

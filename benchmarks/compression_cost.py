@@ -113,7 +113,9 @@ def main() -> int:
             cells.append(
                 cell := measure(model, arguments.task, num_tokens, arguments.rounds, arguments.methods)
             )
-            shares = "  ".join(f"{name} {100 * its:.1f} %" for name, its in cell["share_of_prefill"].items())
+            shares = "  ".join(
+                f"{name} {100 * share:.1f} %" for name, share in cell["share_of_prefill"].items()
+            )
             prefill_ms = cell["cpu_ms"]["prefill"]
             sys.stdout.write(f"{cell['tokens']:6} tokens  prefill {prefill_ms:8.1f} ms  {shares}\n")
             sys.stdout.flush()

@@ -176,13 +176,13 @@ async def run(address: str, metrics: str, answers: list[Answer], lengths: list[i
     sampling.cancel()
     tokenizer = ChatTokenizer.load(resolve_model_path("demo", weights=False))
     wrong = [
-        its
-        for its in results
-        if not its["error"]
+        result
+        for result in results
+        if not result["error"]
         and (
-            its["tokens"] != its["expected_tokens"]
+            result["tokens"] != result["expected_tokens"]
             # the text of the stop token is not part of the answer
-            or its["text"] not in {tokenizer.decode(its["expected_ids"][:n]) for n in (-1, None)}
+            or result["text"] not in {tokenizer.decode(result["expected_ids"][:n]) for n in (-1, None)}
         )
     ]
     used = [share for waiting, share in samples if waiting]
@@ -190,13 +190,13 @@ async def run(address: str, metrics: str, answers: list[Answer], lengths: list[i
     lasting = [max(one[1], other[1]) for one, other in pairs if one[0] and other[0]]
     return {
         "seconds": round(seconds, 1),
-        "tokens": sum(its["tokens"] for its in results),
+        "tokens": sum(result["tokens"] for result in results),
         "answer_tokens": {
-            name: pick(its["tokens"] for its in results)
+            name: pick(result["tokens"] for result in results)
             for name, pick in (("least", min), ("median", statistics.median), ("most", max))
         },
-        "errors": [its["error"] for its in results if its["error"]],
-        "other_than_the_oracle": [difference(its, tokenizer) for its in wrong],
+        "errors": [result["error"] for result in results if result["error"]],
+        "other_than_the_oracle": [difference(result, tokenizer) for result in wrong],
         "samples": len(samples),
         "samples_with_a_waiting_request": len(used),
         "most_waiting": max(waiting for waiting, _ in samples),

@@ -104,18 +104,18 @@ def main() -> None:
         for repeat, cell in tqdm(runs, desc="cells"):
             for pair in range(PAIRS_ALONE if cell[1] == 1 else 1):
                 for name in sorted(SERVERS, reverse=bool((repeat + pair) % 2)):
-                    its = measure(addresses[name], cell, chance)
+                    figures = measure(addresses[name], cell, chance)
                     if repeat:
-                        found[cell][name].append(its)
+                        found[cell][name].append(figures)
     cells: list[dict[str, Any]] = []
     for cell, by_server in found.items():
-        its = compared(by_server)
+        comparison = compared(by_server)
         sizes = {"prompt_tokens": cell[0], "concurrency": cell[1], "output_tokens": CELLS[cell]}
-        cells.append({**sizes, **its, "runs": by_server})
+        cells.append({**sizes, **comparison, "runs": by_server})
         sys.stdout.write(
             f"{cell[0]:>5} x {cell[1]:<3}"
-            f" throughput {its['throughput_apart_over_one_process']:.2f} of one process's,"
-            f" first token {its['first_token_ms_more_apart']:+.1f} ms\n"
+            f" throughput {comparison['throughput_apart_over_one_process']:.2f} of one process's,"
+            f" first token {comparison['first_token_ms_more_apart']:+.1f} ms\n"
         )
     if options.output:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}

@@ -101,16 +101,16 @@ def main() -> None:
                 size = options.megabytes << 20, 2
                 timer = run(receive_ours, measure_ours, transport, "tcp://127.0.0.1:0", *size)
                 gb_s[name] += timer.gb_s
-                cpu[name] += [sum(its) for its in zip(*timer.cpu_s_per_gb.values(), strict=True)]
+                cpu[name] += [sum(both) for both in zip(*timer.cpu_s_per_gb.values(), strict=True)]
                 calls_ms[name] += asyncio.run(latencies_ms(keys, options.calls // options.repeats))
-    medians = {name: statistics.median(its) for name, its in gb_s.items()}
+    medians = {name: statistics.median(values) for name, values in gb_s.items()}
     added_ms = statistics.median(calls_ms["encrypted"]) - statistics.median(calls_ms["plain"])
     results = {
         "gb_s": gb_s,
-        "cpu_s_per_gb": {name: statistics.median(its) for name, its in cpu.items()},
+        "cpu_s_per_gb": {name: statistics.median(values) for name, values in cpu.items()},
         "ratio_of_medians": medians["encrypted"] / medians["plain"],
         "ratio_of_rounds": _ratio_of_rounds(gb_s),
-        "calls_ms": {name: _quantiles(its) for name, its in calls_ms.items()},
+        "calls_ms": {name: _quantiles(times_ms) for name, times_ms in calls_ms.items()},
         "added_ms": added_ms,
     }
     sys.stdout.write(

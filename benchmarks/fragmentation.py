@@ -211,13 +211,13 @@ class Simulation:
                 self.waiting.append(sequence)
         while self.waiting and self.memory.make_room(self.waiting[0], self._others(self.waiting[0])):
             self.running[self.waiting.popleft()] = self.step
-        for sequence in sorted(self.running, key=lambda its: its.arrival):
+        for sequence in sorted(self.running, key=lambda each: each.arrival):
             if sequence.is_in_arena:
                 self.memory.make_room(sequence, self._others(sequence))
         swapped = [sequence for sequence in self.running if not sequence.is_in_arena]
         for sequence in swapped:
             del self.running[sequence]
-        self.waiting = deque(sorted((*self.waiting, *swapped), key=lambda its: its.arrival))
+        self.waiting = deque(sorted((*self.waiting, *swapped), key=lambda each: each.arrival))
         for sequence in list(self.running):
             sequence.num_appended += 1
             self.tokens += 1
@@ -258,7 +258,9 @@ class Simulation:
             self.used.append(1 - self.arena.free_bytes / self.arena.size_bytes)
 
     def _others(self, sequence: Sequence | None = None) -> list[Sequence]:
-        return [its for its in (*self.waiting, *self.running) if its is not sequence and its.is_in_arena]
+        return [
+            other for other in (*self.waiting, *self.running) if other is not sequence and other.is_in_arena
+        ]
 
     def _count_swap(self) -> None:
         self.swaps += 1

@@ -52,22 +52,22 @@ def write(path: Path, name: str, report: Report, arguments: argparse.Namespace) 
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
     ).stdout.strip()
     command = f"python benchmarks/fuzz.py {name} --count {arguments.count} --seed {arguments.seed}"
-    runs = [its for its in result["runs"] if (its["target"], its["seed"]) != (name, report.seed)]
+    runs = [entry for entry in result["runs"] if (entry["target"], entry["seed"]) != (name, report.seed)]
     runs.append({"target": name, "command": command, "commit": commit, **report.as_json()})
-    result["runs"] = sorted(runs, key=lambda its: (its["target"], its["seed"]))
+    result["runs"] = sorted(runs, key=lambda entry: (entry["target"], entry["seed"]))
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def add_to_corpus(path: Path, name: str, report: Report) -> None:
     """Add the shortest case of each outcome that the corpus lacks."""
     entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    known = {(its["target"], its["outcome"]) for its in entries}
+    known = {(entry["target"], entry["outcome"]) for entry in entries}
     for outcome, case in report.smallest.items():
         if (name, outcome) not in known and sum(map(len, case)) < 4096:
             text = [base64.b64encode(part).decode() for part in case]
             entries.append({"target": name, "outcome": outcome, "case": text})
-    entries.sort(key=lambda its: (its["target"], its["outcome"]))
-    path.write_text("".join(json.dumps(its) + "\n" for its in entries))
+    entries.sort(key=lambda entry: (entry["target"], entry["outcome"]))
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def again(where: str) -> None:

@@ -81,9 +81,9 @@ def main() -> int:
             found, least = Path(place) / "found", Path(place) / "least"
             found.mkdir()
             least.mkdir()
-            for number, its in enumerate(entries(committed)):
-                if its["target"] == name:
-                    (found / f"committed-{number}").write_bytes(base64.b64decode(its["input"]))
+            for number, entry in enumerate(entries(committed)):
+                if entry["target"] == name:
+                    (found / f"committed-{number}").write_bytes(base64.b64decode(entry["input"]))
             code = run(name, found, f"-runs={arguments.runs}", f"-seed={arguments.seed}")
             if code:
                 return code
@@ -91,11 +91,13 @@ def main() -> int:
                 continue
             if code := run(name, least, "-merge=1", str(found)):
                 return code
-            inputs = sorted((path.read_bytes() for path in least.iterdir()), key=lambda its: (len(its), its))
-            short = [its for its in inputs if len(its) <= MAX_COMMITTED_BYTES][:NUM_COMMITTED]
-            kept = [its for its in entries(arguments.corpus) if its["target"] != name]
-            kept += [{"target": name, "input": base64.b64encode(its).decode()} for its in short]
-            arguments.corpus.write_text("".join(json.dumps(its) + "\n" for its in kept))
+            inputs = sorted(
+                (path.read_bytes() for path in least.iterdir()), key=lambda data: (len(data), data)
+            )
+            short = [data for data in inputs if len(data) <= MAX_COMMITTED_BYTES][:NUM_COMMITTED]
+            kept = [entry for entry in entries(arguments.corpus) if entry["target"] != name]
+            kept += [{"target": name, "input": base64.b64encode(data).decode()} for data in short]
+            arguments.corpus.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     return 0
 
 

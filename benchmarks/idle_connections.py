@@ -107,8 +107,8 @@ def connections(router: Router, count: int, sent: bytes) -> Iterator[None]:
                     raise RuntimeError("the router closed a connection")
         yield
     finally:
-        for its in opened:
-            its.close()
+        for connection in opened:
+            connection.close()
 
 
 def measure(router: Router, count: int) -> dict[str, Any]:

@@ -188,15 +188,15 @@ class Batch:
         self._cache = DynamicCache()
         self._visible: list[Tensor] = []
         for layer in range(len(peer.attentions)):
-            size = max(its.keys[layer].shape[1] for its in pressed)
+            size = max(prompt.keys[layer].shape[1] for prompt in pressed)
 
             def padded(rows: Tensor, size: int = size) -> Tensor:
                 return F.pad(rows, (0, 0, 0, size - rows.shape[1]))
 
-            keys = torch.stack([padded(its.keys[layer]) for its in pressed])
-            values = torch.stack([padded(its.values[layer]) for its in pressed])
+            keys = torch.stack([padded(prompt.keys[layer]) for prompt in pressed])
+            values = torch.stack([padded(prompt.values[layer]) for prompt in pressed])
             self._cache.update(keys, values, layer)
-            kept = [F.pad(its.kept[layer], (0, size - its.kept[layer].shape[1])) for its in pressed]
+            kept = [F.pad(prompt.kept[layer], (0, size - prompt.kept[layer].shape[1])) for prompt in pressed]
             self._visible.append(torch.stack(kept))
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
@@ -271,12 +271,12 @@ class Peer:
         def hook(module: Any, positional: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return positional, {**kwargs, **changes(module.layer_idx, kwargs)}
 
-        hooks = [its.register_forward_pre_hook(hook, with_kwargs=True) for its in self.attentions]
+        hooks = [attention.register_forward_pre_hook(hook, with_kwargs=True) for attention in self.attentions]
         try:
             yield
         finally:
-            for its in hooks:
-                its.remove()
+            for handle in hooks:
+                handle.remove()
 
     def capture(self, tokens: Sequence[int], before: Captured | None = None) -> Captured:
         """Run a prompt. Args: before: of its first tokens, which are not run again."""
@@ -293,14 +293,14 @@ class Peer:
             positions = torch.arange(start, len(tokens))[None]
             last = self.run(torch.tensor([list(tokens[start:])]), positions, cache)[0, -1]
         if before:
-            earlier = [(its, *rotary) for its, rotary in zip(before.hidden, before.rotary, strict=True)]
+            earlier = [(hidden, *rotary) for hidden, rotary in zip(before.hidden, before.rotary, strict=True)]
             given = [
                 tuple(torch.cat(parts, dim=1) for parts in zip(old, new, strict=True))
                 for old, new in zip(earlier, given, strict=True)
             ]
         return Captured(
             tokens=tokens,
-            hidden=[its for its, _, _ in given],
+            hidden=[hidden for hidden, _, _ in given],
             rotary=[(cos, sin) for _, cos, sin in given],
             keys=[layer.keys for layer in cache.layers],
             values=[layer.values for layer in cache.layers],
@@ -350,17 +350,17 @@ class Peer:
     def _left(self, captured: Captured, cache: DynamicCache) -> Pressed:
         """Return the cache's rows without those that the modules say are to be skipped."""
         layers = [_kept(module, cache.layers[module.layer_idx]) for module in self.attentions]
-        keys, values, kept = (list(its) for its in zip(*layers, strict=True))
+        keys, values, kept = (list(column) for column in zip(*layers, strict=True))
         return Pressed(num_tokens=len(captured.tokens), keys=keys, values=values, kept=kept)
 
     def whole(self, captured: Captured) -> Pressed:
         """Return all of a prompt."""
-        keys = [its[0] for its in captured.keys]
+        keys = [layer[0] for layer in captured.keys]
         return Pressed(
             num_tokens=len(captured.tokens),
             keys=keys,
-            values=[its[0] for its in captured.values],
-            kept=[torch.ones(its.shape[:2], dtype=torch.bool) for its in keys],
+            values=[layer[0] for layer in captured.values],
+            kept=[torch.ones(layer.shape[:2], dtype=torch.bool) for layer in keys],
         )
 
     def full_logprobs(self, captured: Captured, answer: Sequence[int]) -> Tensor:
@@ -478,9 +478,9 @@ class Output:
         self._append(
             {
                 "example": asked.example,
-                "setting": its.setting,
-                "press": its.press,
-                "ratio": its.ratio,
+                "setting": contender.setting,
+                "press": contender.press,
+                "ratio": contender.ratio,
                 "num_same": [*answer.same, False].index(False),
                 "agreement": sum(answer.same) / len(answer.same),
                 "kl": [float(f"{kl:.3g}") for kl in answer.kl],
@@ -489,9 +489,9 @@ class Output:
                 "kept_bytes": pressed.kept_bytes,
                 "full_bytes": pressed.full_bytes,
             }
-            for its, (pressed, answer, text) in zip(contenders, found, strict=True)
+            for contender, (pressed, answer, text) in zip(contenders, found, strict=True)
         )
-        self.done.update((asked.example, its) for its in contenders)
+        self.done.update((asked.example, contender) for contender in contenders)
 
     def _append(self, lines: Iterator[dict[str, Any]] | Sequence[dict[str, Any]]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
@@ -508,7 +508,9 @@ class Measurement:
         self._output = output
 
     def missing(self, asked: Prompt) -> list[Contender]:
-        return [its for its in self._contenders if (asked.example, its) not in self._output.done]
+        return [
+            contender for contender in self._contenders if (asked.example, contender) not in self._output.done
+        ]
 
     def document(self, prompts: Sequence[Prompt]) -> Iterator[int]:
         """Measure questions about one document; yield how many answers were added."""
@@ -521,13 +523,15 @@ class Measurement:
                 (AWARE, captured, {}, []),
                 (AGNOSTIC, document, of_document, asked.prompt[asked.num_document_tokens :]),
             ):
-                missing = [its for its in self.missing(asked) if its.setting == setting]
-                self._press([its for its in missing if its not in states], source, states)
+                missing = [contender for contender in self.missing(asked) if contender.setting == setting]
+                self._press([contender for contender in missing if contender not in states], source, states)
                 for _, group in itertools.groupby(sorted(missing, key=_ratio), key=_ratio):
                     contenders = list(group)
-                    pressed = [states[its] for its in contenders]
+                    pressed = [states[contender] for contender in contenders]
                     answers = self._peer.answers(pressed, asked, full, later)
-                    texts = [self._tokenizer.decode(its.tokens, skip_special_tokens=True) for its in answers]
+                    texts = [
+                        self._tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers
+                    ]
                     self._output.add(asked, contenders, list(zip(pressed, answers, texts, strict=True)))
                     yield len(contenders)
 
@@ -535,12 +539,14 @@ class Measurement:
         self, contenders: Sequence[Contender], captured: Captured, states: dict[Contender, Pressed]
     ) -> None:
         """Add what each contender leaves of a prompt; those of one press follow one another."""
-        for name, group in itertools.groupby(contenders, key=lambda its: its.press):
+        for name, group in itertools.groupby(contenders, key=lambda contender: contender.press):
             of_press = list(group)
             if name == FULL:
                 found = [self._peer.whole(captured)]
             else:
-                found = self._peer.pressed(make_press(name), [its.ratio for its in of_press], captured)
+                found = self._peer.pressed(
+                    make_press(name), [contender.ratio for contender in of_press], captured
+                )
             states.update(zip(of_press, found, strict=True))
 
 
@@ -581,8 +587,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if press
         for ratio in options.ratios.split(",")
     ]
-    for its in contenders:
-        make_press(its.press)
+    for contender in contenders:
+        make_press(contender.press)
     about = {
         "command": "benchmarks/kvpress_peer.py " + " ".join(arguments or sys.argv[1:]),
         "model": Path(options.model).name,

@@ -127,12 +127,12 @@ def by_cell(records: Iterable[Record], examples: Iterable[str]) -> dict[Cell, Me
             measured = cells.setdefault((key.setting, key.num_tokens, key.budget), {})
             measured.setdefault(key.method, {})[key.example] = record
     found = {}
-    for cell, measured in sorted(cells.items(), key=lambda its: (*its[0][:2], -share(its[0][2]))):
-        common = set.intersection(*(set(its) for its in measured.values()))
+    for cell, measured in sorted(cells.items(), key=lambda item: (*item[0][:2], -share(item[0][2]))):
+        common = set.intersection(*(set(by_example) for by_example in measured.values()))
         if common and len({method.startswith(PEER) for method in measured}) == 2:
             found[cell] = {
-                method: {example: its[example] for example in sorted(common)}
-                for method, its in sorted(measured.items(), key=lambda its: its[0].startswith(PEER))
+                method: {example: by_example[example] for example in sorted(common)}
+                for method, by_example in sorted(measured.items(), key=lambda item: item[0].startswith(PEER))
             }
     return found
 
@@ -146,23 +146,28 @@ def losses_of(cells: Mapping[Cell, Measured], full: Mapping[str, Record]) -> lis
     """Return the loss of each contender in each cell, over all tasks and by task."""
     return [
         paired_loss(
-            [(full[name], record) for name, record in its.items()], setting, length, task, method, budget
+            [(full[name], record) for name, record in by_example.items()],
+            setting,
+            length,
+            task,
+            method,
+            budget,
         )
         for (setting, length, budget), measured in cells.items()
         for task, of_task in by_task(measured)
-        for method, its in of_task.items()
+        for method, by_example in of_task.items()
     ]
 
 
 def by_task(measured: Measured) -> Iterator[tuple[str, Measured]]:
     """Yield all questions, then those of each task."""
     yield ALL_TASKS, measured
-    for task in dict.fromkeys(its.key.task for its in next(iter(measured.values())).values()):
+    for task in dict.fromkeys(entry.key.task for entry in next(iter(measured.values())).values()):
         yield (
             task,
             {
-                method: {name: record for name, record in its.items() if record.key.task == task}
-                for method, its in measured.items()
+                method: {name: record for name, record in by_example.items() if record.key.task == task}
+                for method, by_example in measured.items()
             },
         )
 
@@ -179,21 +184,25 @@ def ratios_of(cells: Mapping[Cell, Measured]) -> list[Ratio]:
 
 
 def _ratios(cell: Cell, task: str, measured: Measured, start: int) -> Iterator[Ratio]:
-    lengths = [[len(its.turns[-1].kl) for its in of_method.values()] for of_method in measured.values()]
-    if any(its != lengths[0] for its in lengths):
+    lengths = [[len(entry.turns[-1].kl) for entry in of_method.values()] for of_method in measured.values()]
+    if any(other != lengths[0] for other in lengths):
         raise SystemExit(f"contenders of {cell} were compared along other answers of the full cache")
     levels = {
         method: [
-            math.log(fmean(kl) + FLOOR) for record in its.values() if (kl := record.turns[-1].kl[start:])
+            math.log(fmean(kl) + FLOOR)
+            for record in by_example.values()
+            if (kl := record.turns[-1].kl[start:])
         ]
-        for method, its in measured.items()
+        for method, by_example in measured.items()
     }
     if len(next(iter(levels.values()))) < 2:
         return
-    best = min((method for method in levels if method.startswith(PEER)), key=lambda its: fmean(levels[its]))
+    best = min(
+        (method for method in levels if method.startswith(PEER)), key=lambda press: fmean(levels[press])
+    )
     setting, num_tokens, budget = cell
     for method, level in levels.items():
-        differences = [mine - its for mine, its in zip(level, levels[best], strict=True)]
+        differences = [mine - theirs for mine, theirs in zip(level, levels[best], strict=True)]
         mean, number = fmean(differences), len(differences)
         half = _Z * stdev(differences) / math.sqrt(number)
         yield Ratio(
@@ -209,18 +218,18 @@ def _ratios(cell: Cell, task: str, measured: Measured, start: int) -> Iterator[R
             ratio=math.exp(mean),
             lowest=math.exp(mean - half),
             highest=math.exp(mean + half),
-            kept_share=fmean(its.kept_bytes / its.full_bytes for its in measured[method].values()),
+            kept_share=fmean(entry.kept_bytes / entry.full_bytes for entry in measured[method].values()),
         )
 
 
 def verdicts(ratios: Sequence[Ratio]) -> Iterator[str]:
     """Yield a line for each method of ours: in how many cells it comes to at most the target."""
-    for method in dict.fromkeys(its.method for its in ratios if not its.method.startswith(PEER)):
-        for setting in dict.fromkeys(its.setting for its in ratios):
+    for method in dict.fromkeys(entry.method for entry in ratios if not entry.method.startswith(PEER)):
+        for setting in dict.fromkeys(entry.setting for entry in ratios):
             found = [
-                its.ratio
-                for its in ratios
-                if (its.method, its.setting, its.task, its.start) == (method, setting, ALL_TASKS, 0)
+                entry.ratio
+                for entry in ratios
+                if (entry.method, entry.setting, entry.task, entry.start) == (method, setting, ALL_TASKS, 0)
             ]
             if found:
                 good = sum(ratio <= TARGET for ratio in found)
@@ -232,14 +241,14 @@ def verdicts(ratios: Sequence[Ratio]) -> Iterator[str]:
 
 def ratio_tables(ratios: Sequence[Ratio]) -> Iterator[str]:
     """Yield tables for each setting and length: KL by budget, then our ratios by task."""
-    for setting, length in dict.fromkeys((its.setting, its.num_tokens) for its in ratios):
-        of_both = [its for its in ratios if (its.setting, its.num_tokens) == (setting, length)]
-        budgets = list(dict.fromkeys(its.budget for its in of_both))
-        for start in dict.fromkeys(its.start for its in of_both):
+    for setting, length in dict.fromkeys((ratio.setting, ratio.num_tokens) for ratio in ratios):
+        of_both = [ratio for ratio in ratios if (ratio.setting, ratio.num_tokens) == (setting, length)]
+        budgets = list(dict.fromkeys(ratio.budget for ratio in of_both))
+        for start in dict.fromkeys(ratio.start for ratio in of_both):
             chosen = {
-                (its.method, its.budget): its
-                for its in of_both
-                if (its.task, its.start) == (ALL_TASKS, start)
+                (ratio.method, ratio.budget): ratio
+                for ratio in of_both
+                if (ratio.task, ratio.start) == (ALL_TASKS, start)
             }
             tokens = f"from token {start} on" if start else "of all tokens"
             yield f"## {describe_length(length)}, {setting}: KL {tokens}, and its share of the best press's"
@@ -247,29 +256,33 @@ def ratio_tables(ratios: Sequence[Ratio]) -> Iterator[str]:
             for method in dict.fromkeys(method for method, _ in chosen):
                 texts = [_kl(chosen.get((method, budget))) for budget in budgets]
                 lines.append(f"| `{method}` | {' | '.join(texts)} |")
-            counts = sorted({its.num_examples for its in chosen.values()})
+            counts = sorted({ratio.num_examples for ratio in chosen.values()})
             yield "\n".join(
                 [*lines, "", f"n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."]
             )
         yield f"## {describe_length(length)}, {setting}: share of the best press's KL by task"
-        tasks = [task for task in dict.fromkeys(its.task for its in of_both) if task != ALL_TASKS]
+        tasks = [task for task in dict.fromkeys(ratio.task for ratio in of_both) if task != ALL_TASKS]
         lines = [f"| method | budget | {' | '.join(map(describe_task, tasks))} |"]
         lines.append("|---|---|" + "---|" * len(tasks))
-        whole = {(its.method, its.budget, its.task): its for its in of_both if its.start == 0}
-        for method, budget in dict.fromkeys((its.method, its.budget) for its in of_both):
+        whole = {(ratio.method, ratio.budget, ratio.task): ratio for ratio in of_both if ratio.start == 0}
+        for method, budget in dict.fromkeys((ratio.method, ratio.budget) for ratio in of_both):
             if not method.startswith(PEER):
                 row = [whole.get((method, budget, task)) for task in tasks]
-                texts = ["" if its is None else f"{its.ratio:.2g} (n = {its.num_examples})" for its in row]
+                texts = [
+                    "" if ratio is None else f"{ratio.ratio:.2g} (n = {ratio.num_examples})" for ratio in row
+                ]
                 lines.append(f"| `{method}` | {budget} | {' | '.join(texts)} |")
         yield "\n".join(lines)
 
 
-def _kl(its: Ratio | None) -> str:
-    if its is None:
+def _kl(ratio: Ratio | None) -> str:
+    if ratio is None:
         return ""
-    text = f"{its.kl:.2g}"
+    text = f"{ratio.kl:.2g}"
     return (
-        text if its.method == its.best else f"{text}, {its.ratio:.2g} ({its.lowest:.2g} to {its.highest:.2g})"
+        text
+        if ratio.method == ratio.best
+        else f"{text}, {ratio.ratio:.2g} ({ratio.lowest:.2g} to {ratio.highest:.2g})"
     )
 
 
@@ -278,13 +291,15 @@ def draw(ratios: Sequence[Ratio], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     written = []
-    chosen = [its for its in ratios if (its.task, its.start) == (ALL_TASKS, 0)]
-    for setting, length in dict.fromkeys((its.setting, its.num_tokens) for its in chosen):
+    chosen = [ratio for ratio in ratios if (ratio.task, ratio.start) == (ALL_TASKS, 0)]
+    for setting, length in dict.fromkeys((ratio.setting, ratio.num_tokens) for ratio in chosen):
         figure = Figure(figsize=(8.6, 4.6), layout="constrained")
         axes = figure.subplots()
-        of_both = [its for its in chosen if (its.setting, its.num_tokens) == (setting, length)]
-        for method in dict.fromkeys(its.method for its in of_both):
-            points = sorted((100 * its.kept_share, its.kl + FLOOR) for its in of_both if its.method == method)
+        of_both = [ratio for ratio in chosen if (ratio.setting, ratio.num_tokens) == (setting, length)]
+        for method in dict.fromkeys(ratio.method for ratio in of_both):
+            points = sorted(
+                (100 * ratio.kept_share, ratio.kl + FLOOR) for ratio in of_both if ratio.method == method
+            )
             colour, marker = style(method)
             line = "--" if method.startswith(PEER) else "-"
             axes.plot(*zip(*points, strict=True), line, color=colour, marker=marker, label=method)
@@ -358,12 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kvpress": about,
         "same_full_answers": [sum(same), len(same)],
         "floor": FLOOR,
-        "ratios": [asdict(its) for its in ratios],
-        "losses": [asdict(its) for its in losses],
+        "ratios": [asdict(ratio) for ratio in ratios],
+        "losses": [asdict(loss) for loss in losses],
     }
     paths = [options.output / "results.json", options.output / "results.md"]
     paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    overall = [its for its in losses if its.task == ALL_TASKS]
+    overall = [loss for loss in losses if loss.task == ALL_TASKS]
     sections = [*notes, *ratio_tables(ratios), *losses_markdown(overall)]
     paths[1].write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     for path in [*paths, *draw(ratios, options.output)]:

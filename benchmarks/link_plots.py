@@ -47,7 +47,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         methods = cell["methods"]
         full_s = methods["full"]["last_token_s"]
-        slower = [name for name, its in methods.items() if its["last_token_s"] > 1.02 * full_s]
+        slower = [name for name, figures in methods.items() if figures["last_token_s"] > 1.02 * full_s]
         lines.append(
             f"| {cell['gbits']:g} | {cell['tokens']:,} | {cell['how']} | "
             f"{methods['full']['first_token_s']:.2f} s | {full_s:.2f} s | "

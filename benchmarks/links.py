@@ -116,8 +116,11 @@ class Study:
         deployment = self._deployment(gbits)
         load = Workload(prompt_tokens=num_tokens, answer_tokens=ANSWER_TOKENS, rate=SELDOM)
         planned = {name: disaggregated(deployment, plan, load) for name, plan in self.plans.items()}
-        found = {name: self._find(gbits, name, its) for name, its in planned.items()}
-        real = {name: replace(its, transfer_s=found[name].transfer_s) for name, its in planned.items()}
+        found = {name: self._find(gbits, name, prediction) for name, prediction in planned.items()}
+        real = {
+            name: replace(prediction, transfer_s=found[name].transfer_s)
+            for name, prediction in planned.items()
+        }
 
         def choice(predictions: Mapping[str, Prediction]) -> str:
             advice = advise(
@@ -128,7 +131,7 @@ class Study:
             return advice.method
 
         best, chosen = choice(real), choice(planned)
-        layers = [its.layers for its in found.values()]
+        layers = [transfer.layers for transfer in found.values()]
         how = "measured" if min(layers) == LLAMA.spec.num_layers else "part" if min(layers) else "modelled"
         return {
             "gbits": gbits,
@@ -140,21 +143,24 @@ class Study:
             "planned_over_best": real[chosen].total_s / real[best].total_s,
             "methods": {
                 name: {
-                    "shipped_bytes": its.sizes.shipped,
+                    "shipped_bytes": prediction.sizes.shipped,
                     "layers_shipped": found[name].layers,
-                    "first_token_s": its.first_token_s,
-                    "second_token_s": its.first_token_s + its.transfer_s + its.step_s,
-                    "last_token_s": its.total_s,
+                    "first_token_s": prediction.first_token_s,
+                    "second_token_s": prediction.first_token_s + prediction.transfer_s + prediction.step_s,
+                    "last_token_s": prediction.total_s,
                     "planned_last_token_s": planned[name].total_s,
                 }
-                for name, its in real.items()
+                for name, prediction in real.items()
             },
         }
 
-    def _find(self, gbits: float, name: str, its: Prediction) -> Found:
+    def _find(self, gbits: float, name: str, prediction: Prediction) -> Found:
         """From the first token to decode's first step."""
         num_layers = LLAMA.spec.num_layers
-        layer_bytes, pass_s = its.sizes.shipped // num_layers, its.prefill_s + its.compress_s
+        layer_bytes, pass_s = (
+            prediction.sizes.shipped // num_layers,
+            prediction.prefill_s + prediction.compress_s,
+        )
         key = (gbits, layer_bytes, round(pass_s * 1e3))
         if key not in self._known:
             layer_s, rate = pass_s / num_layers, gbits * 1e9 / 8
@@ -181,7 +187,7 @@ class Study:
             self._known[key] = Found(transfer_s=max(0.0, end_s - pass_s) + LATENCY_S, layers=layers)
         found = self._known[key]
         return replace(
-            found, transfer_s=found.transfer_s + self._machine.handover_s(self.plans[name], its.sizes)
+            found, transfer_s=found.transfer_s + self._machine.handover_s(self.plans[name], prediction.sizes)
         )
 
 
@@ -221,11 +227,11 @@ def main() -> None:
             "agreement": agreement(cells),
             "cells": cells,
         }
-        for name, its in result["agreement"].items():
-            longer = 100 * (its["worst_planned_over_best"] - 1)
-            tied = its["same_or_tied"] - its["same"]
+        for name, tally in result["agreement"].items():
+            longer = 100 * (tally["worst_planned_over_best"] - 1)
+            tied = tally["same_or_tied"] - tally["same"]
             sys.stdout.write(
-                f"{name}: the plan chooses the best method in {its['same']} of {its['cells']} cells, one "
+                f"{name}: the plan chooses the best method in {tally['same']} of {tally['cells']} cells, one "
                 f"that ties with it in {tied}; elsewhere its choice takes at most {longer:.1f} % longer\n"
             )
         options.output.mkdir(parents=True, exist_ok=True)

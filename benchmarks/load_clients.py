@@ -57,11 +57,11 @@ def with_guidellm(environment: Path, url: str, model: Path, route: str, folder: 
         f"kind=huggingface_auto,model={model}",
     ]
     _run([*command, "--output", f"kind=json,path={folder / 'guidellm.json'}"], folder)
-    (its,) = json.loads((folder / "guidellm.json").read_text())["benchmarks"]
-    successful = its["requests"]["successful"]
+    (benchmark,) = json.loads((folder / "guidellm.json").read_text())["benchmarks"]
+    successful = benchmark["requests"]["successful"]
     return {
         "complete": len(successful),
-        "failed": len(its["requests"]["errored"]),
+        "failed": len(benchmark["requests"]["errored"]),
         "answer_tokens": sum(one["output_metrics"]["text_tokens"] for one in successful),
     }
 
@@ -88,11 +88,11 @@ def with_aiperf(environment: Path, url: str, model: Path, kind: str, folder: Pat
         command += ["--request-count", str(NUM_REQUESTS)]
     _run([*command, "--output-artifact-dir", str(folder / "aiperf")], folder)
     (report,) = (folder / "aiperf").rglob("profile_export_aiperf.json")
-    its = json.loads(report.read_text())
+    profile = json.loads(report.read_text())
     return {
-        "complete": int(its["request_count"]["avg"]),
-        "failed": int((its.get("error_request_count") or {"avg": 0})["avg"]),
-        "answer_tokens": int(its["total_output_tokens"]["avg"]),
+        "complete": int(profile["request_count"]["avg"]),
+        "failed": int((profile.get("error_request_count") or {"avg": 0})["avg"]),
+        "answer_tokens": int(profile["total_output_tokens"]["avg"]),
     }
 
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
     # environments by their names, wherever they are
-    command = [Path(its).name if Path(its).is_absolute() else its for its in sys.argv]
+    command = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
     found: dict[str, Any] = {"command": command, "commit": commit(), "requests": NUM_REQUESTS}
     found["answer_tokens"] = NUM_REQUESTS * ANSWER_TOKENS
     found["clients"] = {}
@@ -127,11 +127,11 @@ def main() -> None:
             for name, (run, kinds) in CLIENTS.items():
                 if (environment := getattr(options, name)) is None:
                     continue
-                its = found["clients"][name] = {"version": _version(environment, name)}
+                results = found["clients"][name] = {"version": _version(environment, name)}
                 for kind in kinds:
                     with tempfile.TemporaryDirectory(prefix="kvferry-client-") as folder:
-                        its[kind] = run(environment.absolute(), stack.base_url, model, kind, Path(folder))
-                    sys.stdout.write(f"{name}, {kind}: {its[kind]}\n")
+                        results[kind] = run(environment.absolute(), stack.base_url, model, kind, Path(folder))
+                    sys.stdout.write(f"{name}, {kind}: {results[kind]}\n")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -124,7 +124,7 @@ class Sequence16:
         self.formats = make_formats(model.spec, resolved)
         sixteen_bits = make_formats(replace(model.spec, dtype="bfloat16"), resolved)
         self._sizes = [
-            (fmt, fmt.prompt_bytes(its)) for fmt, its in zip(sixteen_bits, self.tensors, strict=True)
+            (fmt, fmt.prompt_bytes(tensors)) for fmt, tensors in zip(sixteen_bits, self.tensors, strict=True)
         ]
         self.position = len(captured.token_ids)
         self.num_appended = 0
@@ -143,7 +143,8 @@ class Caches(Sequence16):
         layout = sequence_layout(self.formats)
         self._buffer = torch.empty(layout.size_bytes, dtype=torch.uint8)
         self.layers: list[LayerCache] = [
-            layer.place(self._buffer, its) for layer, its in zip(layout.layers, self.tensors, strict=True)
+            layer.place(self._buffer, tensors)
+            for layer, tensors in zip(layout.layers, self.tensors, strict=True)
         ]
 
     def size_bytes(self) -> int:
@@ -163,7 +164,9 @@ class Blocks(Sequence16):
         self, model: LanguageModel, captured: CapturedPrompt, plan: CompressionPlan, num_new: int
     ) -> None:
         super().__init__(model, captured, plan, num_new)
-        self._rows = [prompt_rows(fmt, its) for fmt, its in zip(self.formats, self.tensors, strict=True)]
+        self._rows = [
+            prompt_rows(fmt, tensors) for fmt, tensors in zip(self.formats, self.tensors, strict=True)
+        ]
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._rows[layer]
@@ -192,7 +195,7 @@ class Blocks(Sequence16):
                 torch.tensor(block),
                 start=num_rows,
                 observer=self,
-                on_logits=lambda _, its: found.append(its),
+                on_logits=lambda _, logits: found.append(logits),
             )
             self.position += len(block)
             self.num_appended += len(block)
@@ -221,7 +224,9 @@ def _unpacked(packed: PackedLayer) -> tuple[Tensor, Tensor]:
             rows[tokens[:, None], head.channels.long()] = head.dequantise_keys(codes, tokens).T
         keys.append(rows)
         codes_by_width = zip((2, 4, 8), (head.values_2, head.values_4, head.values_8), strict=True)
-        codes = torch.cat([unpack_value_rows(its, width, size) for width, its in codes_by_width])
+        codes = torch.cat(
+            [unpack_value_rows(packed_rows, width, size) for width, packed_rows in codes_by_width]
+        )
         values.append(codes * head.value_scales[:, None] + head.value_minima[:, None])
     return torch.stack(keys), torch.stack(values)
 
@@ -232,19 +237,19 @@ def feed(model: LanguageModel, caches: Sequence[Caches], tokens: Sequence[Sequen
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         return torch.stack(
             [
-                its.layers[layer].append_and_attend(
-                    queries[i], keys[i], values[i], num_appended=its.num_appended, scaling=scaling
+                cache.layers[layer].append_and_attend(
+                    queries[i], keys[i], values[i], num_appended=cache.num_appended, scaling=scaling
                 )
-                for i, its in enumerate(caches)
+                for i, cache in enumerate(caches)
             ]
         )
 
     for column in zip(*tokens, strict=True):
-        positions = torch.tensor([its.position for its in caches])
+        positions = torch.tensor([cache.position for cache in caches])
         yield model.decode(torch.tensor(column), positions, attention=attend)
-        for its in caches:
-            its.position += 1
-            its.num_appended += 1
+        for cache in caches:
+            cache.position += 1
+            cache.num_appended += 1
 
 
 def long_answer(example: Example, num_tokens: int, seed: int) -> list[int]:
@@ -277,7 +282,9 @@ def measure(seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Reco
         return [
             record
             for setting in dict.fromkeys(case.setting for case in cases)
-            for record in _measure(model, seeds, size, [its for its in cases if its.setting == setting])
+            for record in _measure(
+                model, seeds, size, [candidate for candidate in cases if candidate.setting == setting]
+            )
         ]
 
 
@@ -347,7 +354,7 @@ def full_logits(model: LanguageModel, captured: CapturedPrompt, answer: Sequence
         torch.tensor(answer),
         start=len(captured.token_ids),
         observer=_After(captured),
-        on_logits=lambda _, its: rows.append(its),
+        on_logits=lambda _, logits: rows.append(logits),
     )
     return torch.cat(rows)[-count:]
 
@@ -383,13 +390,13 @@ def summary(records: Sequence[Record]) -> list[dict[str, object]]:
     """A row for each case: how often it was right, and the largest share of bytes."""
     rows: list[dict[str, object]] = []
     for case in dict.fromkeys(record.case for record in records):
-        its = [record for record in records if record.case == case]
+        of_case = [record for record in records if record.case == case]
         rows.append(
             {
                 **asdict(case),
-                "n": len(its),
-                "exact": statistics.fmean(record.exact for record in its),
-                "end_share": max(record.end for record in its),
+                "n": len(of_case),
+                "exact": statistics.fmean(record.exact for record in of_case),
+                "end_share": max(record.end for record in of_case),
             }
         )
     return rows

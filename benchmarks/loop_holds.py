@@ -246,14 +246,14 @@ def measure(router: Router, repeats: int) -> list[dict[str, Any]]:
                 answer = client.post(path, content=content, headers={"content-type": "application/json"})
                 took_s = time.perf_counter() - begin_s
                 held.append(router.longest() | {"status": answer.status_code, "took_s": round(took_s, 3)})
-            worst = max(held, key=lambda its: float(its["held_s"]))
+            worst = max(held, key=lambda entry: float(entry["held_s"]))
             rows.append(
                 {
                     "request": name,
                     "body_bytes": len(content),
                     "status": worst["status"],
                     "held_ms": round(1000 * worst["held_s"], 1),
-                    "late_ms": round(1000 * max(its["late_s"] for its in held), 1),
+                    "late_ms": round(1000 * max(entry["late_s"] for entry in held), 1),
                     "callback": worst["callback"] if worst["held_s"] > GOAL_S else "",
                     "took_s": worst["took_s"],
                 }
@@ -294,7 +294,7 @@ def main() -> None:
             finally:
                 popen.kill()
                 popen.wait(30)
-    worst = max(rows, key=lambda its: float(its["held_ms"]))
+    worst = max(rows, key=lambda row: float(row["held_ms"]))
     sys.stdout.write(f"longest: {worst['held_ms']} ms, {worst['request']}\n")
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -114,10 +114,10 @@ def open_loop(load: Load, num_requests: int, interval_s: float) -> dict[str, dic
             at_s += chance.expovariate(1 / interval_s)
             time.sleep(max(0.0, at_s - time.monotonic()))
             running.append(pool.submit(load.first_token_s, prompt))
-        waits = [(kind, its.result()) for kind, its in zip(kinds, running, strict=False)]
+        waits = [(kind, future.result()) for kind, future in zip(kinds, running, strict=False)]
     found = {}
     for kind in ("short", "long"):
-        times = [wait_s for its, wait_s in waits if its == kind]
+        times = [wait_s for sent_kind, wait_s in waits if sent_kind == kind]
         cuts = statistics.quantiles(times, n=20, method="inclusive")
         found[kind] = {"p50_s": cuts[9], "p95_s": cuts[18], "requests": len(times)}
     return found
@@ -159,8 +159,8 @@ def main() -> None:
     for part in ("alone", "beside"):
         for name, times in figures[part].items():
             sys.stdout.write(f"{part}: {name.removesuffix('_s')} {statistics.median(times):.2f} s\n")
-    for kind, its in figures["open_loop"].items():
-        sys.stdout.write(f"open loop: {kind} p50 {its['p50_s']:.2f} s, p95 {its['p95_s']:.2f} s\n")
+    for kind, summary in figures["open_loop"].items():
+        sys.stdout.write(f"open loop: {kind} p50 {summary['p50_s']:.2f} s, p95 {summary['p95_s']:.2f} s\n")
     rate = statistics.median(figures["crowd"]["prompt_tokens_per_s"])
     sys.stdout.write(f"crowd: {rate:.0f} prompt tokens/s\n")
     if options.output:

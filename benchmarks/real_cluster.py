@@ -116,10 +116,10 @@ async def measure(num_routers: int, num_workers: int, measured_s: float, folder:
 
         async def cores(run: Awaitable[None]) -> tuple[float, float, float]:
             """Of all routers and of Redis, and how long it took."""
-            before = sum(cpu_s(its.pid) for its in routers), cpu_s(redis.pid), time.perf_counter()
+            before = sum(cpu_s(router.pid) for router in routers), cpu_s(redis.pid), time.perf_counter()
             await run
             took_s = time.perf_counter() - before[2]
-            used = sum(cpu_s(its.pid) for its in routers) - before[0], cpu_s(redis.pid) - before[1]
+            used = sum(cpu_s(router.pid) for router in routers) - before[0], cpu_s(redis.pid) - before[1]
             return used[0] / took_s, used[1] / took_s, took_s
 
         idle = await cores(asyncio.sleep(IDLE_S))
@@ -127,7 +127,7 @@ async def measure(num_routers: int, num_workers: int, measured_s: float, folder:
         client.turns = turns = Turns()
         busy = await cores(client.run(rate, measured_s))
     number = len(turns.first_token_s)
-    router_ms, redis_ms = [1e3 * (busy[its] - idle[its]) * busy[2] / number for its in (0, 1)]
+    router_ms, redis_ms = [1e3 * (busy[index] - idle[index]) * busy[2] / number for index in (0, 1)]
     return {
         "routers": num_routers,
         "workers": num_workers,
@@ -137,8 +137,8 @@ async def measure(num_routers: int, num_workers: int, measured_s: float, folder:
         "redis_cpu_ms": redis_ms,
         "idle_router_cores": idle[0] / num_routers,
         "at_their_prefill_worker": turns.at_their_worker / number,
-        "first_token_s": [round(its, 4) for its in turns.first_token_s],
-        "per_token_s": [round(its, 5) for its in turns.per_token_s],
+        "first_token_s": [round(seconds, 4) for seconds in turns.first_token_s],
+        "per_token_s": [round(seconds, 5) for seconds in turns.per_token_s],
     }
 
 
@@ -153,12 +153,12 @@ async def main() -> None:
         for cluster in arguments.clusters:
             num_routers, num_workers = map(int, cluster.split("x"))
             runs.append(await measure(num_routers, num_workers, arguments.measured_s, Path(folder)))
-            its = runs[-1]
-            middle_s = sorted(its["first_token_s"])[its["turns"] // 2]
+            figures = runs[-1]
+            middle_s = sorted(figures["first_token_s"])[figures["turns"] // 2]
             sys.stdout.write(
-                f"{cluster}: {its['turns']} turns, first token {1e3 * middle_s:.0f} ms (median), router "
-                f"{its['router_cpu_ms']:.2f} and Redis {its['redis_cpu_ms']:.2f} ms of CPU a turn, "
-                f"an idle router {its['idle_router_cores']:.3f} cores\n"
+                f"{cluster}: {figures['turns']} turns, first token {1e3 * middle_s:.0f} ms (median), router "
+                f"{figures['router_cpu_ms']:.2f} and Redis {figures['redis_cpu_ms']:.2f} ms of CPU a turn, "
+                f"an idle router {figures['idle_router_cores']:.3f} cores\n"
             )
     if arguments.output:
         about = {"command": sys.argv, "commit": commit(), "cores": os.cpu_count()}

@@ -28,6 +28,7 @@ from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.question import Question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.budgets import Target, parse_target
 from kvferry.tools.evaluation.collection import read_collection
@@ -60,9 +61,9 @@ class Measured:
         self._generator = OneProcessGenerator(model)
         self._compressor = Compressor(model, self._generator, read_experiment(config))
 
-    def answer(self, prompt: Sequence[int]) -> Answer:
+    def answer(self, prompt: Sequence[int], question: Question | None = None) -> Answer:
         """Return the full cache's greedy answer."""
-        captured = self._generator.capture(list(prompt))
+        captured = self._generator.capture(list(prompt), question=question)
         assert captured.logits is not None
         full = self._generator.compress(captured, plan=plan_for("full"), max_new_tokens=MAX_NEW_TOKENS)
         tokens = [int(captured.logits.argmax())]
@@ -107,7 +108,7 @@ class Measured:
         def inputs_of(prompt: LayerInputs, later: LayerInputs) -> LayerInputs:
             queries = later.queries[:, :, num_prompt:]
             if not takes_ahead:
-                return replace(prompt, queries=queries)
+                return replace(prompt, queries=queries, question=None)
             keys, values = later.keys[:, num_prompt:], later.values[:, num_prompt:]
             return replace(prompt, ahead=Ahead(queries=queries, keys=keys, values=values))
 
@@ -141,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: dict[tuple[str, str, int], list[list[float]]] = {}
     with torch.inference_mode():
         for example in tqdm(examples, disable=None):
-            answer = measured.answer(tokenize(example, tokenizer).turns[-1].prompt_token_ids)
+            turn = tokenize(example, tokenizer).turns[-1]
+            answer = measured.answer(turn.prompt_token_ids, turn.question)
             for method in options.methods.split(","):
                 for target in budgets:
                     for every in intervals:

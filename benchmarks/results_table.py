@@ -66,7 +66,7 @@ def rendered(page: str, root: Path) -> str:
 def _number(found: Any, path: str) -> Any:
     """What lies at the path. Keys may have slashes, as those of `compare.py` do; a list's are numbers."""
     if isinstance(found, list):
-        found = {str(number): its for number, its in enumerate(found)}
+        found = {str(number): element for number, element in enumerate(found)}
     words = path.split("/")
     for end in range(1, len(words) + 1):
         if (key := "/".join(words[:end])) in found:

@@ -274,7 +274,7 @@ async def measure_streams(folder: Path, rounds: int, num_tokens: int) -> dict[st
             stack, folder, "router-streams", stack.enter_context(workers(folder, 1, STREAM_PACE_S))
         )
         port = free_port()
-        sizes = [str(its) for its in (port, num_tokens, STREAM_PACE_S)]
+        sizes = [str(size) for size in (port, num_tokens, STREAM_PACE_S)]
         bare = subprocess.Popen([sys.executable, "-c", BARE, *sizes, 'data: {"choices": []}'])
         stack.callback(bare.wait, 30)
         stack.callback(bare.kill)
@@ -294,13 +294,13 @@ async def measure_streams(folder: Path, rounds: int, num_tokens: int) -> dict[st
                     return await stream(address, num_tokens)
 
                 came = await asyncio.gather(*(late(index) for index in range(NUM_STREAMS)))
-                gaps_s = [b - a for its in came for a, b in itertools.pairwise(its)]
+                gaps_s = [b - a for times_s in came for a, b in itertools.pairwise(times_s)]
                 figures[name]["gap_ms"].append(1e3 * statistics.median(gaps_s))
                 used_s = cpu_s(pid) - before_s
                 figures[name]["cpu_ms_per_token"].append(1e3 * used_s / (NUM_STREAMS * num_tokens))
     medians = {
-        name: {figure: statistics.median(values) for figure, values in its.items()}
-        for name, its in figures.items()
+        name: {figure: statistics.median(values) for figure, values in by_figure.items()}
+        for name, by_figure in figures.items()
     }
     reading_ms = [read_alone(num_tokens) for _ in range(rounds)]
     added = {
@@ -318,7 +318,7 @@ async def measure_streams(folder: Path, rounds: int, num_tokens: int) -> dict[st
 def read_alone(num_tokens: int) -> float:
     """CPU milliseconds that a process takes to read one message of 64 gRPC streams, and nothing else."""
     script = [sys.executable, "-c", READER]
-    sizes = [str(its) for its in (NUM_STREAMS, num_tokens, STREAM_PACE_S, EVENT_BYTES)]
+    sizes = [str(size) for size in (NUM_STREAMS, num_tokens, STREAM_PACE_S, EVENT_BYTES)]
     with subprocess.Popen([*script, "serve", *sizes], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -344,9 +344,11 @@ async def main() -> None:
         results = await measure_all(arguments, Path(folder))
         results["streams"] = await measure_streams(Path(folder), arguments.rounds, arguments.stream_tokens)
     for kind in ("workers", "sessions"):
-        for number, its in results[kind].items():
+        for number, figures in results[kind].items():
             costs = ", ".join(
-                f"{name.removesuffix('_cpu_ms')} {value:.3f}" for name, value in its.items() if "ms" in name
+                f"{name.removesuffix('_cpu_ms')} {value:.3f}"
+                for name, value in figures.items()
+                if "ms" in name
             )
             sys.stdout.write(f"{number} {kind}: CPU ms a {costs}\n")
     added = results["streams"]["added"]

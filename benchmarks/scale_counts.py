@@ -50,7 +50,9 @@ async def counts_by_workers(number: int, spec: ModelSpec) -> dict[str, float]:
         for role in ("prefill", "decode")
     }
     usual, worker_pool.MAX_STATUS_CALLS_PER_S = worker_pool.MAX_STATUS_CALLS_PER_S, float("inf")
-    pools = {role: WorkerPool.of_clients(role, its, status_interval_s=1e6) for role, its in clients.items()}
+    pools = {
+        role: WorkerPool.of_clients(role, of_role, status_interval_s=1e6) for role, of_role in clients.items()
+    }
     for pool in pools.values():
         await pool.start()
     worker_pool.MAX_STATUS_CALLS_PER_S = usual
@@ -70,11 +72,11 @@ async def counts_by_workers(number: int, spec: ModelSpec) -> dict[str, float]:
     )
     looked = _count_looks(decode, spec)
     await runner.with_prefix("o", tuple(range(256)), spec.fingerprint)
-    asked = sum(its.asked for its in every)
+    asked = sum(client.asked for client in every)
     await runner.drop(key, addresses=("prefill-0", "decode-0"))
-    expired = sum(its.told for its in every)
+    expired = sum(client.told for client in every)
     await runner.drop(key)
-    deleted = sum(its.told for its in every) - expired
+    deleted = sum(client.told for client in every) - expired
     began_s = time.process_time()
     for _ in range(_TIMED):
         served_model(prefill, decode)

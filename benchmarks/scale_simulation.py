@@ -61,8 +61,8 @@ TURNS = (1, 10, 50, 100)
 
 def measured(kind: str, number: str) -> dict[str, float]:
     """A setting's CPU seconds in `results/router-scale`."""
-    its = json.loads((RESULTS / "router-scale" / "scale.json").read_text())[kind][number]
-    return {name: its[f"{name}_cpu_ms"] / 1e3 for name in ("request", "token", "redis")}
+    setting = json.loads((RESULTS / "router-scale" / "scale.json").read_text())[kind][number]
+    return {name: setting[f"{name}_cpu_ms"] / 1e3 for name in ("request", "token", "redis")}
 
 
 def gpu_costs() -> Costs:
@@ -161,9 +161,9 @@ def _closed_loop(costs: dict[str, float], clients: int = 32, requests: int = 240
         router, redis, left = Server(clock), Server(clock), iter(range(requests))
 
         def client(
-            num_tokens: int = num_tokens, clock: Clock = clock, its: tuple[Any, ...] = (router, redis, left)
+            num_tokens: int = num_tokens, clock: Clock = clock, parts: tuple[Any, ...] = (router, redis, left)
         ) -> None:
-            cpu, store, queue = its
+            cpu, store, queue = parts
             if next(queue, None) is None:
                 return
 
@@ -268,23 +268,23 @@ def draw(result: dict[str, Any], folder: Path) -> None:
         result["counts"]["by_workers"],
         result["counts"]["by_turns"],
     )
-    workers = [its["workers"] for its in cells]
+    workers = [row["workers"] for row in cells]
     for name, label in (("first_token_ms", "first token"), ("per_token_ms", "a further token")):
         for share, line in (("p50", "-"), ("p99", "--")):
             times.plot(
-                workers, [its[name][share] for its in cells], line, marker="o", label=f"{label}, {share}"
+                workers, [row[name][share] for row in cells], line, marker="o", label=f"{label}, {share}"
             )
     times.set(title="Times (modelled)", xlabel="workers", ylabel="ms", xscale="log", yscale="log")
     for name in ("looked_at_per_choice", "asked_for_a_prefix", "told_of_an_expired_session"):
         label = name.replace("_", " ")
         counted.plot(
-            [its["workers"] for its in by_workers], [its[name] for its in by_workers], marker="o", label=label
+            [row["workers"] for row in by_workers], [row[name] for row in by_workers], marker="o", label=label
         )
     counted.set(title="Workers met (counted)", xlabel="workers of each role", xscale="log", ylim=(0, 20))
     for name in ("record", "commit", "read_by_its_router", "read_by_another_router"):
         bytes_.plot(
-            [its["turns"] for its in by_turns],
-            [its[name] for its in by_turns],
+            [row["turns"] for row in by_turns],
+            [row[name] for row in by_turns],
             marker="o",
             label=name.replace("_", " "),
         )
@@ -306,11 +306,11 @@ async def main() -> None:
     checks = [check_costs("workers", "1", number) for number in ("1", "4", "16")]
     checks += [check_costs("sessions", "100", number) for number in ("100", "10000", "100000")]
     checks.append(check_streams())
-    for its in checks:
-        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in its["simulated_over_measured"].items())
-        sys.stdout.write(f"{its['run']}: simulated / measured: {ratios}\n")
+    for check in checks:
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in check["simulated_over_measured"].items())
+        sys.stdout.write(f"{check['run']}: simulated / measured: {ratios}\n")
     clusters = await check_clusters()
-    sys.stdout.writelines(f"{its}\n" for its in clusters)
+    sys.stdout.writelines(f"{cluster}\n" for cluster in clusters)
     result: dict[str, Any] = {
         "command": sys.argv,
         "commit": commit(),
@@ -322,7 +322,7 @@ async def main() -> None:
         "compared": [],
     }
     for kind in result["counts"].values():
-        sys.stdout.writelines(f"counted: {its}\n" for its in kind)
+        sys.stdout.writelines(f"counted: {row}\n" for row in kind)
     for workers in arguments.workers:
         result["cells"].append(await cell(workers, costs, arguments.measured_s))
         sys.stdout.write(f"modelled: {result['cells'][-1]}\n")

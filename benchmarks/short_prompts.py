@@ -80,8 +80,8 @@ def trips(repeats: int) -> list[dict[str, Any]]:
     for num_tokens in PROMPTS:
         row: dict[str, Any] = {"prompt_tokens": num_tokens}
         for name in clients:
-            its = runs[num_tokens, name]
-            row[name] = {key: statistics.median(run[key] for run in its) for key in its[0]}
+            measured = runs[num_tokens, name]
+            row[name] = {key: statistics.median(run[key] for run in measured) for key in measured[0]}
         row["trip_ms"] = row["processes"]["first_ms"] - row["in_process"]["first_ms"]
         rows.append(row)
     return rows
@@ -101,7 +101,7 @@ def batches(repeats: int) -> list[dict[str, Any]]:
     """The projections of many prompts' tokens in one pass, over those of one prompt at a time."""
     torch.set_num_threads(1)
     layers = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).model.layers
-    linears = [its for its in layers.modules() if isinstance(its, torch.nn.Linear)]
+    linears = [module for module in layers.modules() if isinstance(module, torch.nn.Linear)]
 
     def project(inputs: dict[int, Tensor]) -> None:
         for linear in linears:

@@ -243,7 +243,9 @@ class Cluster:
 
     def _pools(self) -> dict[Role, WorkerPool[Any]]:
         return {
-            role: WorkerPool.of_clients(role, {its.address: its for its in workers}, status_interval_s=1e6)
+            role: WorkerPool.of_clients(
+                role, {worker.address: worker for worker in workers}, status_interval_s=1e6
+            )
             for role, workers in self._of_role.items()
         }
 

@@ -102,7 +102,7 @@ async def run(arguments: argparse.Namespace) -> None:
     ]
     decode = [await serve_control(listen=listen, decode=SteppedDecode(script, wire)) for _ in numbers]
     addresses = {
-        role: ",".join(its.address for its in servers)
+        role: ",".join(worker.address for worker in servers)
         for role, servers in (("prefill", prefill), ("decode", decode))
     }
     partial = arguments.ready_file.with_suffix(".part")

@@ -86,7 +86,9 @@ class Soak:
 
     async def run(self, seconds: float, num_clients: int) -> None:
         self._end_s = self._begin_s + seconds
-        tasks = [asyncio.create_task(its) for its in (self._sample(), self._strike(), self._show())]
+        tasks = [
+            asyncio.create_task(coroutine) for coroutine in (self._sample(), self._strike(), self._show())
+        ]
         await asyncio.gather(*(self._client(number) for number in range(num_clients)))
         for task in tasks:
             task.cancel()
@@ -115,9 +117,9 @@ class Soak:
     async def _talk(self, rng: random.Random, client: httpx.AsyncClient, name: str) -> None:
         """A conversation of two turns, which is deleted."""
         urls = self._cluster.urls[:: rng.choice((1, -1))]
-        its = Conversation(rng.choice(self._scripts), name, urls, changes_router=rng.random() < 0.5)
-        self.outcome.add(await its.run())
-        await client.delete(f"{urls[0]}/v1/sessions/{its.session_id}")
+        conversation = Conversation(rng.choice(self._scripts), name, urls, changes_router=rng.random() < 0.5)
+        self.outcome.add(await conversation.run())
+        await client.delete(f"{urls[0]}/v1/sessions/{conversation.session_id}")
 
     async def _leave(self, rng: random.Random, client: httpx.AsyncClient, name: str) -> None:
         """A client that goes away in mid-answer."""
@@ -176,7 +178,7 @@ class Soak:
                     if node.role in _GAUGES:
                         figure, gauge, labels = _GAUGES[node.role]
                         samples = None if node.is_stopped else await self._cluster.metrics(client, node)
-                        used = sum((samples or {}).get((gauge, its), 0.0) for its in labels) / 2**20
+                        used = sum((samples or {}).get((gauge, label), 0.0) for label in labels) / 2**20
                         last = self.series[name].figures.get(figure, [0.0])[-1]
                         figures[figure] = used if samples else last
                     self.series[name].add(time.monotonic() - self._begin_s, figures)
@@ -205,12 +207,15 @@ def read_process(pid: int) -> dict[str, float]:
 def slope(at_s: list[float], values: list[float]) -> dict[str, float]:
     """Growth an hour and its standard error, of a line through the means of blocks of the last two thirds."""
     first = len(at_s) // 3
-    times, its = at_s[first:], values[first:]
+    times, levels = at_s[first:], values[first:]
     size = len(times) // NUM_BLOCKS
     if size == 0:
         return {"per_hour": 0.0, "error": math.inf, "over_run": 0.0}
     points = [
-        (statistics.fmean(times[k * size : (k + 1) * size]), statistics.fmean(its[k * size : (k + 1) * size]))
+        (
+            statistics.fmean(times[k * size : (k + 1) * size]),
+            statistics.fmean(levels[k * size : (k + 1) * size]),
+        )
         for k in range(NUM_BLOCKS)
     ]
     x, y = [point[0] for point in points], [point[1] for point in points]
@@ -228,9 +233,9 @@ def slope(at_s: list[float], values: list[float]) -> dict[str, float]:
 def judged(series: dict[str, Series]) -> dict[str, dict[str, Any]]:
     """The slope of each figure of each process, and whether it grows."""
     found: dict[str, dict[str, Any]] = {}
-    for name, its in series.items():
-        for figure, values in its.figures.items():
-            line = slope(its.at_s, values)
+    for name, samples in series.items():
+        for figure, values in samples.figures.items():
+            line = slope(samples.at_s, values)
             grows = line["per_hour"] > 2 * line["error"] and line["over_run"] > TOLERANCE[figure]
             found.setdefault(name, {})[figure] = {
                 "first": round(values[0], 2),
@@ -257,10 +262,10 @@ def plot(series: dict[str, Series], path: Path) -> None:
     }
     figure, axes = pyplot.subplots(len(titles), 1, figsize=(9, 13), sharex=True, constrained_layout=True)
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        for number, (node, its) in enumerate(series.items()):
-            if name in its.figures:
-                times = [at / 60 for at in its.at_s]
-                axis.plot(times, its.figures[name], label=node, color=f"C{number}", linewidth=1)
+        for number, (node, samples) in enumerate(series.items()):
+            if name in samples.figures:
+                times = [at / 60 for at in samples.at_s]
+                axis.plot(times, samples.figures[name], label=node, color=f"C{number}", linewidth=1)
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     axes[0].legend(ncols=3, fontsize=8)
@@ -282,7 +287,12 @@ async def run(arguments: argparse.Namespace) -> int:
         await soak.run(arguments.minutes * 60, arguments.clients)
         leaked = await cluster.leaked_bytes()
     slopes = judged(soak.series)
-    growing = [f"{name} {figure}" for name, its in slopes.items() for figure in its if its[figure]["grows"]]
+    growing = [
+        f"{name} {figure}"
+        for name, by_figure in slopes.items()
+        for figure in by_figure
+        if by_figure[figure]["grows"]
+    ]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
     ).stdout.strip()

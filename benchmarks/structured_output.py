@@ -82,7 +82,9 @@ def check_validity(stack: Stack, num_schemas: int, num_regexes: int, seed: int) 
     rng.shuffle(structured)
     plain_every = 3
     mixed = [
-        its for i, one in enumerate(structured) for its in (([{}] if i % plain_every == 0 else []) + [one])
+        constraint
+        for i, one in enumerate(structured)
+        for constraint in (([{}] if i % plain_every == 0 else []) + [one])
     ]
     client = openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="-", max_retries=8, timeout=300)
 

@@ -134,7 +134,7 @@ def ask(client: httpx.Client, url: str, method: str, prompt: str) -> tuple[float
 def add_answers(checkouts: list[Checkout], figures: list[Figures], num_requests: int) -> None:
     rng = random.Random(1)
     with ExitStack() as stack, httpx.Client(timeout=60) as client:
-        urls = [stack.enter_context(its.serving()) for its in checkouts]
+        urls = [stack.enter_context(checkout.serving()) for checkout in checkouts]
         for number in range(num_requests):
             for method in METHODS:
                 for which in (0, 1, 2):
@@ -156,18 +156,18 @@ def main() -> None:
     figures: list[Figures] = [{}, {}, {}]
     with tempfile.TemporaryDirectory() as scratch:
         folders = (given.before.resolve(), ROOT)
-        checkouts = [Checkout(its, Path(scratch) / str(number)) for number, its in enumerate(folders)]
+        checkouts = [Checkout(folder, Path(scratch) / str(number)) for number, folder in enumerate(folders)]
         for number in range(given.rounds):
             sys.stderr.write(f"round {number + 1} of {given.rounds}\n")
             for which in (0, 1, 2):
                 add_round(checkouts[which % 2], figures[which])
         sys.stderr.write("answers\n")
         add_answers(checkouts, figures, given.requests)
-        commits = [its.commit() for its in checkouts]
+        commits = [checkout.commit() for checkout in checkouts]
     command = ["BEFORE" if argument == str(given.before) else argument for argument in sys.argv]
     result = {"command": command, "before": commits[0], "after": commits[1], "ratios": {}}
     for name in figures[0]:
-        before, after, again = (statistics.median(its[name]) for its in figures)
+        before, after, again = (statistics.median(measured[name]) for measured in figures)
         result["ratios"][name] = {
             "medians": [round(before, 6), round(after, 6)],
             "ratio": round(after / before, 3),

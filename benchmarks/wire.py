@@ -255,7 +255,7 @@ def main() -> None:
             bind = "tcp://127.0.0.1:0" if name == "tcp" else f"ipc://{folder}/{name}-{{}}.sock"
             size = num_bytes, options.repeats
             ours = run(receive_ours, measure_ours, name, bind.format("ours"), *size)
-            cpu = {end: statistics.median(its) for end, its in ours.cpu_s_per_gb.items()}
+            cpu = {end: statistics.median(values) for end, values in ours.cpu_s_per_gb.items()}
             results[name] = {
                 "kvferry_gb_s": ours.gb_s,
                 "kvferry_cpu_s_per_gb": ours.cpu_s_per_gb,

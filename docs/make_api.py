@@ -36,12 +36,12 @@ def main(target: Path) -> None:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([INTRODUCTION, *_http(openapi_document()), *_control(), ""])
 
 
 def openapi_document() -> dict[str, Any]:
-    """The description as the running server has it."""
+    """Return the description as the running server has it."""
     config = RouterConfig()
     prefill, decode = grpc_pools(config)
     app = create_app(config, prefill=prefill, decode=decode, tokenizer=ChatTokenizer.load(DEMO_MODEL))
@@ -81,7 +81,7 @@ def _schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _rule(rule: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Types and limits of one field, each once, null left out."""
+    """Return the types and limits of one field, each once, null left out."""
     types: dict[str, None] = {}
     limits: dict[str, None] = {}
     for choice in rule.get("anyOf", [rule]):

@@ -24,7 +24,7 @@ SECTIONS = {
     "Plan": ("plan",),
     "Machine": ("doctor", "compile"),
     "Evaluation": ("eval",),
-    "Calibration": ("calibrate epsilon", "calibrate quality", "calibrate machine"),
+    "Calibration": ("calibrate", "calibrate machine"),
 }
 KINDS = {"BYTES": "bytes", "TIME": "time", str: "text", int: "integer", float: "number", bool: "on or off"}
 
@@ -53,13 +53,13 @@ def main(target: Path) -> None:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     tables = (line for title, commands in SECTIONS.items() for line in _section(title, commands))
     return "\n".join([INTRODUCTION, *tables])
 
 
 def _section(title: str, commands: Sequence[str]) -> Iterator[str]:
-    """A table for each group; commands that agree about an option share its row."""
+    """Yield a table for each group; commands that agree about an option share its row."""
     owners: dict[tuple[Any, str], list[str]] = {}
     for command in commands:
         for argument in _command(command).assemble_argument_collection():
@@ -85,12 +85,12 @@ def _command(words: str) -> App:
 
 
 def _place(group: Any) -> int:
-    """Options without a group first, then as in `--help`."""
+    """Return a sort key: options without a group first, then as in `--help`."""
     return group.sort_key[1] if isinstance(group.sort_key, tuple) else -1
 
 
 def _cells(argument: Argument) -> str:
-    """An option's name, variable, kind of value, default and meaning."""
+    """Return an option's name, variable, kind of value, default and meaning."""
     parameter, default = argument.parameter, argument.field_info.default
     choices = argument.get_choices()
     kind = (

@@ -32,18 +32,18 @@ def _methods(layers: tuple[LayerSpec, ...]) -> str:
     return textwrap.fill(methods, 106, subsequent_indent="  ", break_on_hyphens=False)
 
 
-_PARALLEL = textwrap.fill(", ".join(f"`{its}`" for its in sorted(PARALLEL_TYPES)), 106)
+_PARALLEL = textwrap.fill(", ".join(f"`{name}`" for name in sorted(PARALLEL_TYPES)), 106)
 _KINDS = textwrap.fill(", ".join(WEIGHT_ONLY), 106, break_on_hyphens=False)
 _ACTIVATIONS = textwrap.fill("; ".join(ACTIVATIONS), 106, subsequent_indent="  ", break_on_hyphens=False)
 _OTHERS = ", ".join(
-    f"`{its}`" for its in LIBRARIES if its not in ("compressed-tensors", "torchao", "bitsandbytes")
+    f"`{name}`" for name in LIBRARIES if name not in ("compressed-tensors", "torchao", "bitsandbytes")
 )
 
 _LOADS = json.loads(
     (Path(__file__).parents[1] / "benchmarks/results/quantised-load/cpu.json").read_text(encoding="utf-8")
 )["kinds"]
 _MEMORY = "\n".join(
-    f"| {kind} | {its['stored'] / 2**20:.0f} | {its['peak'] / 2**20:.0f} |" for kind, its in _LOADS.items()
+    f"| {kind} | {load['stored'] / 2**20:.0f} | {load['peak'] / 2**20:.0f} |" for kind, load in _LOADS.items()
 )
 _WHOLE = f"{next(iter(_LOADS.values()))['full_precision'] / 2**20:.0f}"
 
@@ -69,10 +69,10 @@ Layers are of these kinds:
   bytes are each layer's own.
 - **state**: a recurrent, linear-attention or convolution state of fixed size, beside layers that attend or
   in one with attention (Falcon-H1, Zamba). It is shipped whole with every method. Sessions are continued from
-  the end of a prompt or of a turn, where history has the states ([limits](limits.md)). Without layers that
-  attend (Mamba) there is nothing to compress: such models run as `full`. transformers' own torch code
-  computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and `mamba-ssm` if they are
-  installed.
+  the end of a prompt or of a turn, where history has the states ([how](sessions.md#models-with-states)).
+  Without layers that attend (Mamba) there is nothing to compress: such models run as `full`. transformers'
+  own torch code computes the states, or the packages `causal-conv1d`, `flash-linear-attention` and
+  `mamba-ssm` if they are installed.
 - **capped**: the logits are soft-capped, or each head has an attention sink. Attention is exact; scores,
   and the estimates of sparse attention, do without cap and sink. Methods:
   {_methods(_CAPPED)}.
@@ -165,7 +165,7 @@ heads. The types that `tests/shared/model/test_parallel.py` checks against one r
 
 Not: quantised weights, states, latent rows, layers with different numbers of heads or that share KV, and
 types whose queries and keys are normalised over all heads.
-A decode worker of several ranks takes every method.
+A decode worker of several ranks takes [every method but two kinds](ranks.md#methods).
 
 ## Model types
 
@@ -184,12 +184,12 @@ def _row(name: str, family: Family) -> tuple[str, str, str]:
         spec = load_model(family.save(Path(folder)), device="cpu", max_model_len=256).spec
     layers = [spec.layer(layer) for layer in spec.row_layers]
     kinds = {
-        "full": any(not its.window and not its.latent_dim for its in layers),
-        "window": any(its.window and not its.is_chunked for its in layers),
-        "chunk": any(its.is_chunked for its in layers),
+        "full": any(not each.window and not each.latent_dim for each in layers),
+        "window": any(each.window and not each.is_chunked for each in layers),
+        "chunk": any(each.is_chunked for each in layers),
         "state": bool(spec.state_layers),
-        "capped": any(not its.has_plain_softmax for its in layers),
-        "latent": any(its.latent_dim for its in layers),
+        "capped": any(not each.has_plain_softmax for each in layers),
+        "latent": any(each.latent_dim for each in layers),
     }
     methods = applicable_methods(spec.layers)
     variant = name.removeprefix(family.model_type).replace("-", " ")

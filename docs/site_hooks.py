@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_path(target: str) -> str:
-    """Where in the site a file or folder of the repository is; sources are shown as text."""
+    """Return where a file or folder of the repository is in the site; sources are shown as text."""
     path = ROOT / target
     if path.is_dir():
         return f"{target.rstrip('/')}/README.md"
@@ -45,7 +45,7 @@ def site_path(target: str) -> str:
 
 
 def add(files: Files, config: MkDocsConfig, target: str) -> None:
-    """Add one file; of a folder its README, or a list of its files where it has none."""
+    """Add one file; for a folder its README, or a list of its files if it has none."""
     path, uri = ROOT / target, f"{PREFIX}/{site_path(target)}"
     if files.get_file_from_path(uri) is not None:
         return
@@ -59,6 +59,6 @@ def add(files: Files, config: MkDocsConfig, target: str) -> None:
     else:
         text = path.read_text("utf-8")
     if uri.endswith(".md"):
-        # Pages of the repository are copied without the pages that they link to themselves.
+        # The pages that copied pages link to are not copied, so these links are removed.
         text = _RELATIVE.sub("]", text)
     files.append(File.generated(config, uri, content=text))

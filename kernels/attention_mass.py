@@ -101,7 +101,7 @@ def _column_sums_kernel(
         lse = tl.load(lse_ptr + row, mask=i < unit_rows, other=0.0)
         logits = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :]
         position = num_tokens - window + i % window
-        # at most 0 but for rounding, which is without bound where logits are large; NaN stays
+        # at most 0 except for rounding, which is unbounded where logits are large; NaN stays NaN
         logits = tl.where(logits > 0, 0.0, logits)
         seen = (t[:, None] <= position[None, :]) & (i[None, :] < unit_rows)
         sums += tl.sum(tl.exp2(tl.where(seen, logits, float("-inf"))), 1)
@@ -109,7 +109,7 @@ def _column_sums_kernel(
 
 
 def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_head: bool) -> Tensor:
-    """Each key's attention probability summed over the queries that see it.
+    """Sum each key's attention probability over the queries that see it.
 
     Args:
         queries: `[H_kv, G, W, D]`, row i at position T - W + i.
@@ -139,8 +139,8 @@ def attention_mass(queries: Tensor, keys: Tensor, *, scaling: float, per_query_h
         keys.stride(0), keys.stride(1), **shape, **options,
     )  # fmt: skip
     if per_query_head and block_d <= 128 and not interpreting():
-        # the queries are read again for each tile of keys, so of all of them tiles are large: half the time
-        # of tiles of 64 on an H200 (benchmarks/results/gpu/2026-11-28/call-6)
+        # every tile of keys reads the queries again, so tiles are large where there are many queries: this
+        # takes half as long as tiles of 64 on an H200 (benchmarks/results/gpu/2026-11-28/call-6)
         block_n = 128
         options["num_warps"] = 4
     units = group_size if per_query_head else 1

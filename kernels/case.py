@@ -35,7 +35,7 @@ class OpCheck:
     spoilt: int | None = None
 
     def problem(self, result: Tensor) -> tuple[Reason, str] | None:
-        """Why a result of `launch` is wrong, None if it is right."""
+        """Say why a result of `launch` is wrong; None if it is right."""
         finite = self._compared(result).isfinite()
         if not bool(finite.all()):
             return "nan", f"{self.name}: {int((~finite).sum())} of {finite.numel()} values are not finite"
@@ -45,7 +45,7 @@ class OpCheck:
         return None
 
     def error(self, result: Tensor) -> float:
-        """The norm of a result's difference from torch, relative to torch's, of the worst part."""
+        """Return the norm of a result's difference from torch, relative to torch's, for the worst part."""
         expected = self._compared(self.expected())
         error = (self._compared(result) - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)
         return float(error.max())
@@ -55,7 +55,7 @@ class OpCheck:
 
 
 def bits_of(shape: BatchShape, length: int) -> tuple[Tensor, Tensor]:
-    """Widths of channels and tokens, different from head to head."""
+    """Return widths of channels and tokens that differ from head to head."""
     generator = torch.Generator().manual_seed(length)
     widths = torch.tensor([0, 2, 2, 4, 4, 8, 16], dtype=torch.uint8)
     channels, tokens = (

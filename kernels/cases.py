@@ -38,7 +38,7 @@ _CASES: dict[str, Callable[[BatchShape], Iterator[OpCheck]]] = {
 
 
 def op_checks(op: str, shape: BatchShape) -> Iterator[OpCheck]:
-    """The cases of one op; none if it has no kernel for this shape.
+    """Yield the cases of one op; none if it has no kernel for this shape.
 
     Args: shape: of the model; its layers and slots do not matter.
     """
@@ -59,7 +59,7 @@ _OF_C_CODE = BatchShape(
 
 @register_check
 def native_errors() -> dict[str, float]:
-    """The errors of C code relative to torch, by op and case."""
+    """Return the errors of C code relative to torch, by op and case."""
     shape, of_packed = _OF_C_CODE, replace(_OF_C_CODE, head_dim=NATIVE_CHANNELS)
     cases = [decode.dense_cases(shape), decode.hsa_cases(shape)]
     cases.append(prefill.chunk_cases(shape, "chunk_scores.native.chunk_scores"))

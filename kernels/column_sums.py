@@ -40,7 +40,7 @@ class ColumnSums(NamedTuple):
 
 
 def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
-    """Column sums of the window's causal attention: `s_t = sum_{g, i} softmax(q_{g,i} K^T * scaling)_t`.
+    """Sum the columns of the window's causal attention: `s_t = sum_{g, i} softmax(q_{g,i} K^T * scaling)_t`.
 
     Args: as `column_sums`; the window's queries are T_new = W.
     Returns: float32 `[H_kv, T]`; each row sums to G * W.
@@ -58,8 +58,8 @@ def window_scores(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
 
 
 def column_sums(queries: Tensor, keys: Tensor, *, scaling: float) -> ColumnSums:
-    """`c_{g,t} = sum_i softmax(q_{g,i} K^T * scaling)_t`, causal; `sums_t = sum_g c_{g,t}` (D2O, Eq. 6) and
-    `variances_g = Var_t(c_{g,t})` (D2O, Eq. 4).
+    """Compute `c_{g,t} = sum_i softmax(q_{g,i} K^T * scaling)_t`, causal; `sums_t = sum_g c_{g,t}` (D2O,
+    Eq. 6) and `variances_g = Var_t(c_{g,t})` (D2O, Eq. 4).
 
     Args:
         queries: post-RoPE `[H_kv, G, T_new, D]`; query i is at position T - T_new + i and sees no later
@@ -94,7 +94,7 @@ def _attention_mass(queries: Tensor, keys: Tensor, scaling: float, *, per_query_
 
 
 def column_sums_torch(queries: Tensor, keys: Tensor, scaling: float) -> ColumnSums:
-    """`column_sums` in torch, a chunk of queries of one KV head at a time; arguments are not checked."""
+    """Run `column_sums` in torch, a chunk of queries of one KV head at a time. Arguments are not checked."""
     num_kv_heads, group = queries.shape[:2]
     num_tokens = keys.shape[1]
     sums = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
@@ -109,8 +109,8 @@ def column_sums_torch(queries: Tensor, keys: Tensor, scaling: float) -> ColumnSu
 
 
 def column_maxima(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
-    """`m_t = max_{g, i} softmax(q_{g,i} K^T * scaling)_t`, causal: the most that a query attends to a token.
-    In torch on every device.
+    """Compute `m_t = max_{g, i} softmax(q_{g,i} K^T * scaling)_t`, causal: the largest attention of any query
+    to a token. In torch on every device.
 
     Args: as `column_sums`.
     Returns: float32 `[H_kv, T]`, 0 to 1.
@@ -129,7 +129,7 @@ def column_maxima(queries: Tensor, keys: Tensor, *, scaling: float) -> Tensor:
 
 
 def _weights(queries: Tensor, keys: Tensor, scaling: float) -> Iterator[Tensor]:
-    """The causal attention of one KV head, a chunk of queries at a time: float32 `[G, n, visible]`.
+    """Yield the causal attention of one KV head, a chunk of queries at a time: float32 `[G, n, visible]`.
 
     Args: queries `[G, T_new, D]`, keys `[T, D]`.
     """

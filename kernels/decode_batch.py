@@ -21,13 +21,13 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import LENGTH
 from kvferry.kernels.dispatch import alignment_problem, count, path_for, planned_path, shape_problem
-from kvferry.kernels.native.library import is_compared, library
+from kvferry.kernels.native.library import in_threads, is_compared
 from kvferry.kernels.quarantine import attempt, recovered, rehearsing
 from kvferry.kernels.quarantine import state as quarantine
 from kvferry.kernels.softmax import Scaling, Softmax
 
 Errors = dict[int, Exception]
-"""Of the slots that have failed in torch; they are not run again."""
+"""Errors of slots that have failed in torch; these slots are not run again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Region:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The region of a uint8 buffer as a typed tensor; writes go to the buffer."""
+        """Return the region of a uint8 buffer as a typed tensor; writes go to the buffer."""
         return buffer[self.offset : self.offset + self.size_bytes].view(self.dtype).view(self.shape)
 
 
@@ -67,11 +67,11 @@ class BatchShape:
 
     @property
     def num_heads(self) -> int:
-        """(slot, KV head) pairs."""
+        """The number of (slot, KV head) pairs."""
         return self.num_slots * self.num_kv_heads
 
     def of_slots(self, num_slots: int) -> BatchShape:
-        """The same with another number of slots."""
+        """Return the same shape with another number of slots."""
         return replace(self, num_slots=num_slots)
 
 
@@ -134,7 +134,7 @@ class WindowRows(CachedRows):
     rows_before: int | None
 
     def first_row(self, length: int) -> int:
-        """The first row that the last of `length` rows attends to."""
+        """Return the first row that the last of `length` rows attends to."""
         if self.rows_before is None:
             return max(0, length - self.window)
         position = self.rows_before + length - 1
@@ -197,7 +197,7 @@ class HeadTables:
         torch.mul(self._lengths[:, : len(heads)], heads, out=self._table[:, : len(heads), LENGTH])
 
     def layer(self, layer: int, num_slots: int) -> Tensor:
-        """The first slots' descriptors, int64 `[num_slots * H_kv, F]`."""
+        """Return the first slots' descriptors, int64 `[num_slots * H_kv, F]`."""
         return self._table[layer, : num_slots * self._num_kv_heads]
 
     def _of_heads(self, active: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         path = "native" if is_compared() else planned_path(op, shape.device, problem)
         self._is_native = path == "native" and self._fits_native(shape)
         self._in_triton = path in ("triton", "interpreter")
-        self._c_code = getattr(library(), self.C_FUNCTION) if self._is_native else None
+        self._c_code = in_threads(self.C_FUNCTION) if self._is_native else None
         self._packed_tokens: tuple[Tensor, Tensor] | None = None  # entries and codes, for C code
         self.has_tables = self._is_native or self._in_triton
         self.op, self._shape, self._base = op, shape, base
@@ -245,7 +245,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     @property
     def is_launched(self) -> bool:
-        """Whether one launch runs it for all slots, so that a step does not wait for the device."""
+        """Return whether one launch runs all slots, so that a step does not wait for the device."""
         return self.has_tables and self.op not in quarantine.by_op
 
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
@@ -273,7 +273,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             self._tables.place(slot, {})
 
     def advance(self, active: Tensor) -> None:
-        """The next step: one more row in every slot that is active.
+        """Begin the next step: one more row in every active slot.
 
         Args: active: int64 `[n]`, 0 or 1, of the first slots.
         """
@@ -293,11 +293,11 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
     @abstractmethod
     def size(self) -> Hashable:
-        """What the scratch memory depends on besides the number of slots; for the sequences placed now."""
+        """Return what the scratch memory depends on besides the number of slots, for the placed sequences."""
 
     @abstractmethod
     def scratch(self, num_slots: int) -> Scratch:
-        """Scratch memory for steps over the first slots, while `size()` stays the same."""
+        """Make the scratch memory for steps over the first slots, while `size()` stays the same."""
 
     def attend(self, layer: int, step: NewTokens, *, errors: Errors, scratch: Scratch | None) -> Tensor:
         """Append a row to every slot of this kind and attend.
@@ -317,13 +317,13 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
             path_for(self.op, self._shape.device)
         if rehearsing.is_on:
             return attempt(self.op, partial(self.attend_launched, layer, step, scratch), in_torch)
-        try:  # as `attempt`, once less a layer
+        try:  # as `attempt`, with one call less per layer
             return self.attend_launched(layer, step, scratch)
         except Exception as error:
             return recovered(self.op, error, in_torch)
 
     def attend_launched(self, layer: int, step: NewTokens, scratch: Scratch) -> Tensor:
-        """`attend` by launches for all slots, without falling back."""
+        """Run `attend` by launches for all slots, without falling back."""
         queries, keys, values, scaling = step
         output, heads = self._output[: len(queries)], self._tables.layer(layer, len(queries))
         step = NewTokens(queries.contiguous(), keys.contiguous(), values.contiguous(), scaling)
@@ -337,7 +337,7 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         return output
 
     def attend_slots(self, layer: int, step: NewTokens, errors: Errors) -> Tensor:
-        """`attend` in torch, one slot after another."""
+        """Run `attend` in torch, one slot after another."""
         queries, keys, values, scaling = step
         by_slot = list(zip(queries.unbind(0), keys.unbind(0), values.unbind(0), strict=True))
         attended: dict[int, Tensor] = {}
@@ -359,19 +359,19 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         return outputs
 
     def _is_beyond(self, step: NewTokens) -> bool:
-        """Whether C code runs other steps: it has no soft-capping and no sinks."""
+        """Return whether a step is beyond the C code, which has no soft-capping and no sinks."""
         return self._is_native and isinstance(step.scaling, Softmax)
 
     @classmethod
     def _fits_native(cls, shape: BatchShape) -> bool:
-        """Whether C code can run an op that has it."""
+        """Return whether the op's C code can run for this shape."""
         return shape.dtype == torch.float32
 
     def _fields(self, rows: Rows) -> Fields:
         return row_fields(self._base, rows)
 
     def _problem(self, rows: Rows) -> str | None:
-        """Whether a Triton kernel can read these rows."""
+        """Say why a Triton kernel cannot read these rows; None if it can."""
         return alignment_problem(keys=rows.keys, values=rows.values)
 
     @abstractmethod
@@ -385,14 +385,14 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
 
 
 def row_fields(base: Tensor, rows: CachedRows, *others: Tensor) -> Fields:
-    """K offset, V offset, length after the first step, and the offsets of other tensors.
+    """Return the K offset, V offset, length after the first step, and the offsets of other tensors.
 
     Offsets are in elements from the start of `base`, which may be in another storage.
     """
     start, size = base.data_ptr(), base.element_size()
     keys, values = rows.keys, rows.values
     first = [(keys.data_ptr() - start) // size, (values.data_ptr() - start) // size, rows.length + 1]
-    first += [(its.data_ptr() - start) // size for its in others]
+    first += [(tensor.data_ptr() - start) // size for tensor in others]
     return first, [keys.stride(0), values.stride(0), 0, *[other.stride(0) for other in others]]
 
 
@@ -405,9 +405,10 @@ def attend_in_c(
     entries: Tensor | None = None,
     codes: Tensor | None = None,
 ) -> None:
-    """Append a row to every head of a table and attend, by a function of the C library.
+    """Append a row to every head of a table and attend, by C code in as many threads as torch has.
 
     Args:
+        function: of `in_threads`.
         heads: int64 `[n, fields]`, contiguous, with the function's fields.
         base: float32, one-dimensional; where the rows are.
         step, output: float32 and contiguous, of n heads.
@@ -418,10 +419,11 @@ def attend_in_c(
     """
     queries, keys, values, scaling = step
     assert isinstance(scaling, float), "another softmax runs in torch"
-    packed: tuple[int, ...] = ()
+    packed: tuple[int | None, ...] = (None, 0, None, 0)
     if entries is not None and codes is not None:
         packed = (entries.data_ptr(), entries.shape[1], codes.data_ptr(), codes.numel())
     failed = function(
+        torch.get_num_threads(),
         heads.data_ptr(),
         *heads.shape,
         base.data_ptr(),
@@ -438,10 +440,10 @@ def attend_in_c(
 
 
 def in_buckets(number: int, *, least: int = 1) -> int:
-    """The next power of two, so that sizes that change from batch to batch have few values."""
+    """Return the next power of two, so that sizes that change from batch to batch have few values."""
     return max(1 << max(number - 1, 0).bit_length(), least)
 
 
 def num_pages(length: int, page_size: int) -> int:
-    """Pages of so many rows, the last of which may be partial."""
+    """Count the pages of so many rows, the last of which may be partial."""
     return -(-length // page_size)

@@ -51,7 +51,7 @@ class _Inputs:
         )
         self._generator = torch.Generator().manual_seed(7)
         heads, head_dim, slots = shape.num_kv_heads, shape.head_dim, len(LENGTHS)
-        # K, V, both extremes of K's pages, and room for packed bytes
+        # K, V, both extremes of K's pages, and space for packed bytes
         self._rows = heads * CAPACITY * head_dim
         self.arena = torch.zeros(slots, 6 * self._rows + 4096, dtype=shape.dtype, device=shape.device)
         # query heads of a group resemble one another, so that the tokens that HSA chooses are clear
@@ -79,7 +79,7 @@ class _Inputs:
         return keys, values
 
     def rest(self, slot: int) -> Tensor:
-        """The part of a slot's memory behind K and V."""
+        """Return the part of a slot's memory behind K and V."""
         return self.arena[slot, 2 * self._rows :]
 
     def outputs(
@@ -91,7 +91,7 @@ class _Inputs:
         softcap: float,
         has_sinks: bool,
     ) -> Tensor:
-        """Two steps' outputs and what they wrote, by slot."""
+        """Return two steps' outputs and what they wrote, by slot."""
         for slot, of_slot in rows.items():
             batch.place(slot, {0: of_slot})
         scratch = batch.scratch(len(rows)) if launched else None
@@ -116,8 +116,10 @@ class _Inputs:
             outputs.append(output.flatten(1).float())
             batch.advance(active)
         written = [
-            torch.stack([its.keys, its.values])[:, :, its.length : its.length + 2].flatten().float()
-            for its in rows.values()
+            torch.stack([cached.keys, cached.values])[:, :, cached.length : cached.length + 2]
+            .flatten()
+            .float()
+            for cached in rows.values()
         ]
         return torch.cat([*outputs, torch.stack(written)], dim=1)
 
@@ -174,7 +176,7 @@ def dense_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
 
 def _softmaxes(shape: BatchShape) -> list[tuple[str, dict[str, Any]]]:
-    """What a model may have, for names and for `_decode_cases`."""
+    """Return the softmaxes that a model may have: a name, and the options of `_decode_cases`."""
     if shape.has_plain_softmax:
         return [("", {})]
     return [(", capped", {"softcap": 2.0}), (", sinks", {"has_sinks": True})]
@@ -188,7 +190,7 @@ def hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
         ) -> tuple[HsaBatch, dict[int, SparseRows]]:
             rows = {}
             heads, head_dim, pages = shape.num_kv_heads, shape.head_dim, -(-CAPACITY // page_size)
-            # a channel's pages start at a multiple of so many
+            # a channel's pages start at a multiple of this
             aligned = ALIGNMENT_BYTES // inputs.arena.element_size()
             stride = -(-pages // aligned) * aligned
             for slot, length in enumerate(LENGTHS):
@@ -207,7 +209,7 @@ def hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
                     page_min=page_min,
                     page_size=page_size,
                     num_channels=head_dim // 2,
-                    # the third slot's are all
+                    # all of the third slot's tokens
                     num_tokens=num_tokens if slot < 2 else CAPACITY,
                 )
             return HsaBatch(inputs.shape, inputs.arena.view(-1)), rows
@@ -217,7 +219,7 @@ def hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
 
 def _packed(inputs: _Inputs, slot: int) -> tuple[PackedLayer, Tensor]:
-    """A packed prompt as long as the slot's rows, and the bytes behind it."""
+    """Return a packed prompt as long as the slot's rows, and the bytes behind it."""
     shape, length = inputs.shape, LENGTHS[slot]
     size = (2, shape.num_kv_heads, length, shape.head_dim)
     keys, values = torch.randn(*size, generator=torch.Generator().manual_seed(slot)).to(shape.device)
@@ -241,7 +243,7 @@ def trizone_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
 
 def packed_hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    """Of C code alone."""
+    """Yield the cases of packed HSA; it has only C code."""
     page_size, num_pages = 3, CAPACITY // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     def make(inputs: _Inputs) -> tuple[PackedHsaBatch, dict[int, SparsePackedRows]]:
@@ -265,7 +267,7 @@ def packed_hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
                 pages=pages,
                 page_size=page_size,
                 num_channels=shape.head_dim // 2,
-                # the second slot's are all
+                # all of the second slot's tokens
                 num_tokens=CAPACITY if slot == 1 else length // 3,
             )
         arena = inputs.arena.view(-1)
@@ -276,7 +278,7 @@ def packed_hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
 def kivi_cases(shape: BatchShape) -> Iterator[OpCheck]:
     def make(inputs: _Inputs) -> tuple[KiviBatch, dict[int, QuantisedRows]]:
-        # of the widths with whole words a token; 8 bits always have them
+        # the widths at which a token has whole words; 8 bits always do
         widths = [bits for bits in WIDTHS if shape.head_dim * bits % WORD_BITS == 0]
         rows = {}
         for slot, length in enumerate(LENGTHS):
@@ -311,8 +313,8 @@ def decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:
         def random(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
 
-        # as products of weights that lie side by side give them
-        units = [its * head_dim for its in (heads, kv_heads, kv_heads)]
+        # laid out as by a product of weights that are adjacent in memory
+        units = [num_heads * head_dim for num_heads in (heads, kv_heads, kv_heads)]
         queries, keys, values = torch.split(random(3, sum(units)), units, dim=1)
         cos, sin = random(2, 3, head_dim)
         weights = torch.rand(3, VOCABULARY, generator=generator, dtype=torch.float64).to(shape.device).pow(9)

@@ -1,4 +1,4 @@
-"""What a batched decode kernel finds its rows by, and the scratch memory of split decode attention.
+"""Descriptors by which a batched decode kernel finds its rows, and the scratch memory of split attention.
 
 Descriptors: where each (sequence, KV head) of a batch has its rows, as one int64 table on the device.
 
@@ -42,7 +42,7 @@ _INTERPRETED_SPLITS = 2
 
 
 def uniform_heads(keys: Tensor, values: Tensor) -> Tensor:
-    """A table of the heads of one sequence's K and V `[H_kv, n, D]`, each counted from its own start.
+    """Make a table of the heads of one sequence's K and V `[H_kv, n, D]`, each counted from its own start.
 
     Returns: int64 `[H_kv, ROW_FIELDS]`.
     """
@@ -67,7 +67,7 @@ class SplitWorkspace:
 
 
 def split_workspace(output: Tensor, num_slots: int) -> SplitWorkspace:
-    """Scratch for one shape of output.
+    """Allocate the scratch for one shape of output.
 
     Args: output `[..., G, D]`, a head for each (sequence, KV head); num_slots: splits of all heads together.
     """
@@ -81,9 +81,9 @@ def split_workspace(output: Tensor, num_slots: int) -> SplitWorkspace:
 
 
 def choose_num_programs(num_heads: int, device: torch.device) -> int:
-    """Programs of a launch that divides them among its heads by their lengths; fixed for a batch bucket.
+    """Choose the programs of a launch, which are divided among heads by length; fixed for a batch bucket.
 
-    One for each head, because none goes without, and what fills the device a few times.
+    One for each head, because every head needs one, and as many as fill the device a few times.
     """
     if device.type != "cuda":
         return (_INTERPRETED_SPLITS + 1) * num_heads
@@ -91,7 +91,7 @@ def choose_num_programs(num_heads: int, device: torch.device) -> int:
 
 
 def choose_num_splits(num_heads: int, device: torch.device) -> int:
-    """Splits per head so that all heads together fill the device; fixed for a batch bucket.
+    """Choose the splits per head so that all heads together fill the device; fixed for a batch bucket.
 
     Independent of lengths, which are read on the device: short heads leave their last splits idle.
     """
@@ -101,7 +101,7 @@ def choose_num_splits(num_heads: int, device: torch.device) -> int:
 
 
 def splits_at_once(num_heads: int, device: torch.device, per_multiprocessor: int) -> int:
-    """As many splits per head as run at the same time: a few programs more would take as long again."""
+    """Return as many splits per head as run at the same time: a few more would take twice as long."""
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
     return min(max(per_multiprocessor * num_multiprocessors(device) // num_heads, 1), MAX_SPLITS)

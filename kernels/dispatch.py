@@ -63,10 +63,7 @@ TORCH_OPS = (
 NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
 """Ops that have C code for CPUs."""
 NATIVE_CALLS = ("chunk_scores",)
-"""Those of which every call is, the others only for a decode step's whole batch."""
-NATIVE_THREADS = 4
-"""The C code of decode steps uses one thread; where torch has more than this, it is not used. That of
-`NATIVE_CALLS` uses as many as torch."""
+"""Of these, the ops whose every call may run in C; the others only for a decode step's whole batch."""
 
 MAX_GROUP_SIZE = 16
 MAX_HEAD_DIM = 256
@@ -123,12 +120,12 @@ def configure(mode: KernelMode, device: torch.device) -> None:
 
 
 def mode() -> KernelMode:
-    """The process's mode."""
+    """Return the process's mode."""
     return _state.mode
 
 
 def path_for(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
-    """The path that a call of `op` takes, counted.
+    """Return the path that a call of `op` takes, and count it.
 
     Args: unsupported: why the op's Triton kernel cannot run this call, None if it can; or a function that
     returns
@@ -137,7 +134,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or cannot run this call.
     """
     path: KernelPath = "torch"
-    # saves a CPU a call in every layer
+    # saves a call per layer on a CPU
     if op in NATIVE_CALLS or _state.mode in _MODES_WITH_KERNELS[device.type == "cuda" or rehearsing.is_on]:
         path = planned_path(op, device, unsupported)
     if _thread.recorded is not None:
@@ -172,7 +169,7 @@ def launch(function: str, in_torch: partial[T]) -> T:
 
 
 def planned_path(op: str, device: torch.device, unsupported: Problem | str | None = None) -> KernelPath:
-    """As `path_for`, without counting; "native" of ops outside `NATIVE_CALLS` only for a whole batch."""
+    """Do as `path_for` without counting; "native" of ops outside `NATIVE_CALLS` only for a whole batch."""
     is_native = uses_native(op, device) and not is_quarantined(op)
     if is_native and (unsupported() if callable(unsupported) else unsupported) is None:
         return "native"
@@ -192,17 +189,15 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether Triton compiles kernels for a device."""
+    """Return whether Triton compiles kernels for a device."""
     return device.type == "cuda" and _state.mode != "torch" and triton_installed() and not interpreting()
 
 
 def uses_native(op: str, device: torch.device) -> bool:
-    """Whether C code may run an op's float32 calls on this thread."""
+    """Return whether C code may run an op's float32 calls on this thread."""
     if op not in NATIVE_OPS or device.type != "cpu" or _state.mode != "auto":
         return False
     if _thread.torch_only or rehearsing.is_on:
-        return False
-    if op not in NATIVE_CALLS and torch.get_num_threads() > NATIVE_THREADS:
         return False
     if _state.has_native is None:
         _state.has_native = is_available()
@@ -210,12 +205,12 @@ def uses_native(op: str, device: torch.device) -> bool:
 
 
 def kernel_paths(device: torch.device) -> dict[str, KernelPath]:
-    """`planned_path` of every op on a device, by name."""
+    """Return `planned_path` of every op on a device, by name."""
     return {op: planned_path(op, device) for op in sorted(TRITON_OPS + TORCH_OPS)}
 
 
 def calls() -> dict[tuple[str, KernelPath], int]:
-    """How often each op took each path in this process."""
+    """Return how often each op took each path in this process."""
     with _state.lock:
         return dict(_state.calls)
 
@@ -238,7 +233,7 @@ def recording() -> Iterator[Counter[tuple[str, KernelPath]]]:
 
 @contextmanager
 def torch_only() -> Iterator[None]:
-    """Every op takes the torch path on this thread in the context."""
+    """Make every op take the torch path on this thread in the context."""
     _thread.torch_only = True
     try:
         yield
@@ -247,12 +242,12 @@ def torch_only() -> Iterator[None]:
 
 
 def planned_step_path(device: torch.device) -> StepPathName:
-    """How a decode step with supported attention runs: captured in a graph, or eagerly."""
+    """Return how a decode step with supported attention runs: captured in a graph, or eagerly."""
     return "graph" if device.type == "cuda" and planned_path("dense_decode", device) == "triton" else "eager"
 
 
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter in this process."""
+    """Return whether Triton runs kernels in its CPU interpreter in this process."""
     if not triton_installed():
         return False
     from triton import knobs
@@ -261,7 +256,7 @@ def interpreting() -> bool:
 
 
 def triton_installed() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -323,18 +318,8 @@ def check_attention(
 
 
 def _fit(keys: Tensor, values: Tensor) -> bool:
-    """Whether these are rows of the same heads and tokens."""
+    """Return whether these are rows of the same heads and tokens."""
     return values.shape[:-1] == keys.shape[:-1] and 0 < values.shape[-1] <= keys.shape[-1]
-
-
-def check_new_row(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-    """Require one token's key and value `[H_kv, D]` of keys and values `[H_kv, cap, D]`."""
-    expected = [(its.shape[0], its.shape[2]) for its in (keys, values)]
-    if not _fit(keys, values) or [key.shape, value.shape] != expected:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [H_kv, D] of keys "
-            f"{tuple(keys.shape)} and values {tuple(values.shape)}"
-        )
 
 
 def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:
@@ -353,15 +338,15 @@ def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:
 
 
 def dtype_problem(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Whether kernels support a dtype on a device. Compiled for float32 they spill, or take more shared
-    memory than smaller GPUs have."""
+    """Say why kernels do not support a dtype on a device; None if they do. Compiled for float32 they spill,
+    or take more shared memory than smaller GPUs have."""
     if dtype == torch.float32 and device.type == "cuda":
         return "dtype is torch.float32; on CUDA it must be torch.float16 or torch.bfloat16"
     return None
 
 
 def shape_problem(dtype: torch.dtype, group_size: int, head_dim: int, device: torch.device) -> str | None:
-    """Whether a kernel supports queries of this dtype and shape on a device."""
+    """Say why no kernel supports queries of this dtype and shape on a device; None if one does."""
     if (problem := dtype_problem(dtype, device)) is not None:
         return problem
     if dtype not in DTYPES:
@@ -374,7 +359,7 @@ def shape_problem(dtype: torch.dtype, group_size: int, head_dim: int, device: to
 
 
 def alignment_problem(**tensors: Tensor) -> str | None:
-    """Whether rows of these `[H, n, D]` tensors can be read 16 bytes at a time."""
+    """Say why rows of these `[H, n, D]` tensors cannot be read 16 bytes at a time; None if they can."""
     for name, tensor in tensors.items():
         size, strides = tensor.element_size(), tensor.stride()
         aligned = strides[-1] == 1
@@ -388,14 +373,15 @@ def alignment_problem(**tensors: Tensor) -> str | None:
 
 
 def width_problem(keys: Tensor, values: Tensor) -> str | None:
-    """Whether a kernel supports the channels of these rows: no kernel has latent rows."""
+    """Say why no kernel supports the channels of these rows; None if one does. No kernel has latent rows."""
     if keys.shape[2] == values.shape[2]:
         return None
     return f"keys have {keys.shape[2]} channels and values {values.shape[2]}; they must have as many"
 
 
 def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: str = "") -> str | None:
-    """Whether a kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; see `check_attention`."""
+    """Say why no kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; None if one does. See
+    `check_attention`."""
     problem = shape_problem(
         queries.dtype, queries.shape[1], queries.shape[2], queries.device
     ) or width_problem(keys, values)
@@ -405,5 +391,5 @@ def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: 
 
 
 def scores_problem(queries: Tensor, keys: Tensor) -> str | None:
-    """Whether a kernel supports scores of `[H_kv, T, D]` keys by `[H_kv, G, W, D]` queries."""
+    """Say why no kernel supports scores of keys `[H_kv, T, D]` by queries `[H_kv, G, W, D]`, or None."""
     return shape_problem(queries.dtype, 1, queries.shape[3], keys.device) or alignment_problem(keys=keys)

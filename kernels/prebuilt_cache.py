@@ -3,7 +3,7 @@
     TRITON_CACHE_MANAGER=kvferry.kernels.prebuilt_cache:PrebuiltCache
 
 `kvferry compile --folder` fills the folder, which is TRITON_PREBUILT_DIR or share/kvferry/triton of the
-environment. A key that is there is read there, so the folder may be read-only; any other is stored in
+environment. Keys that the folder has are read from it, so it may be read-only; all others are stored in
 TRITON_CACHE_DIR. Imports Triton.
 """
 
@@ -34,7 +34,7 @@ class PrebuiltCache(FileCacheManager):  # type: ignore[misc]
         self.key, self.lock_path, self.cache_dir = key, str(built / "lock"), str(built)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The entry's files, by name, where they are now: Triton writes down where they were stored."""
+        """Return the entry's files by name, at their present paths: Triton records their original ones."""
         if self.cache_dir != str(self.folder / self.key):
             group: dict[str, str] | None = super().get_group(filename)
             return group

@@ -23,7 +23,7 @@ PROMPT_TOKENS, LATER_TURN, WINDOW, CHUNK = 333, 77, 31, 96
 
 
 def _prompt(shape: BatchShape, num_queries: int, *, has_nan: bool = False) -> tuple[Tensor, Tensor]:
-    """Queries `[H_kv, G, num_queries, D]` and keys `[H_kv, T, D]`."""
+    """Make queries `[H_kv, G, num_queries, D]` and keys `[H_kv, T, D]`."""
     generator = torch.Generator().manual_seed(11)
     size = (shape.num_kv_heads, shape.group_size, num_queries, shape.head_dim)
     queries = torch.randn(*size, generator=generator)
@@ -83,7 +83,7 @@ def column_cases(shape: BatchShape) -> Iterator[OpCheck]:
 def chunk_cases(
     shape: BatchShape, function: str = "chunk_scores.triton_kernel.chunk_scores"
 ) -> Iterator[OpCheck]:
-    """Args: function: as of `dispatch.launch`."""
+    """Yield the cases. Args: function: as of `dispatch.launch`."""
 
     def launched(queries: Tensor, keys: Tensor, **sizes: Any) -> Tensor:
         return launch(function, partial(chunk_scores.in_torch, queries, keys, **sizes))
@@ -95,7 +95,7 @@ def chunk_cases(
 
 
 def _exact(op: str, name: str, run: Callable[..., Tensor]) -> OpCheck:
-    """A case whose sides are equal. Args: run: the kernel if `launched`, else torch."""
+    """Make a case whose two sides must be equal. Args: run: the kernel if `launched`, else torch."""
     sides = partial(run, launched=True), partial(run, launched=False)
     return OpCheck(op=op, name=name, launch=sides[0], expected=sides[1], tolerance=0.0)
 
@@ -154,7 +154,7 @@ def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
         packed = indexed_layer(keys, values, *bits_of(shape, PROMPT_TOKENS))
         fill_in_torch(packed, keys, values)
         expected = torch.zeros(2, shape.num_kv_heads, device=shape.device)
-        # faults in the last head, which the second result has
+        # the second result has faults in the last head
         head = packed.heads[-1]
         found = []
         for spoilt in (False, True):
@@ -166,8 +166,8 @@ def packed_check_cases(shape: BatchShape) -> Iterator[OpCheck]:
                 # a CPU install has no Triton
                 from kvferry.kernels.packed import check_kernel
 
-                its = check_kernel.begin(packed, PROMPT_TOKENS).cpu()
-                found.append(check_kernel.faults(its)[:, 0].float())
+                report = check_kernel.begin(packed, PROMPT_TOKENS).cpu()
+                found.append(check_kernel.faults(report)[:, 0].float())
         result = torch.stack(found).to(shape.device) if launched else expected
         return result.view(1, -1)
 

@@ -18,8 +18,9 @@ _HALF_STEP = 2.0**-10
 
 
 def half_headers(minima: Tensor, maxima: Tensor, levels: Tensor | int) -> tuple[Tensor, Tensor]:
-    """A row's scale and minimum as float16 values: the minimum is rounded down and the scale up, so that the
-    codes still cover the row. A range or a minimum far below its row's values costs precision, no value.
+    """Return a row's scale and minimum as float16 values: the minimum is rounded down and the scale up, so
+    that the codes still cover the row. A range or a minimum far below its row's values costs precision but
+    loses no value.
 
     Args: float32; levels: `2^b - 1`. Returns: scales and minima, float16, not finite if out of range.
     """
@@ -31,7 +32,8 @@ def half_headers(minima: Tensor, maxima: Tensor, levels: Tensor | int) -> tuple[
 
 
 def quantise_rows(rows: Tensor, bits: int | Tensor, *, half: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """`s = (max - min) / (2^b - 1)`, `code = round((x - min) / s)`; a row of zero range has s = 1, code 0.
+    """Compute `s = (max - min) / (2^b - 1)`, `code = round((x - min) / s)`; a row of zero range has s = 1,
+    code 0.
 
     Deviation: the paper stores a zero point z and dequantises `s (code - z)`. The minimum stored here equals
     an unrounded and unclamped z; a clamped one loses every channel whose values all have one sign.
@@ -78,7 +80,7 @@ def quantise_rows(rows: Tensor, bits: int | Tensor, *, half: bool = False) -> tu
 
 
 def dequantise_rows(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """`s code + min` in float32.
+    """Compute `s code + min` in float32.
 
     Args: codes uint8 `[..., R, C]`; scales, minima float32 or float16 `[..., R]`.
     Returns: float32 `[..., R, C]`.

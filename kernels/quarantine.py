@@ -63,7 +63,7 @@ rehearsing = _Rehearsing()
 
 
 def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
-    """Use the torch path for every later call of an operator. Returns whether it was in use until now."""
+    """Use the torch path for every later call of an operator. Return whether it was in use until now."""
     entry = Quarantined(op=op, reason=reason, detail=detail)
     with state.lock:
         if op in state.by_op:
@@ -76,12 +76,12 @@ def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
 
 
 def is_quarantined(op: str) -> bool:
-    """Whether an operator is quarantined."""
+    """Return whether an operator is quarantined."""
     return op in state.by_op
 
 
 def quarantined() -> dict[str, Quarantined]:
-    """All quarantined operators, by name."""
+    """Return all quarantined operators, by name."""
     return dict(state.by_op)
 
 
@@ -93,9 +93,9 @@ def on_quarantine(listener: Callable[[Quarantined], None]) -> None:
 
 
 def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
-    """What `launch` returns; if it raises, what `in_torch` returns, and the operator is quarantined.
+    """Return what `launch` returns; if it raises, quarantine the operator and return what `in_torch` returns.
 
-    The two must be interchangeable after a part of `launch` has run, which writes rows and results only. If
+    The two must be interchangeable even after a part of `launch` has run; it writes only rows and results. If
     torch raises too, the arguments are to blame and not the kernel.
 
     In a rehearsal, which launches nothing, the result is torch's, and errors of the compiler are raised.
@@ -112,7 +112,7 @@ def attempt(op: str, launch: Callable[[], T], in_torch: Callable[[], T]) -> T:
 
 
 def recovered(op: str, failure: Exception, in_torch: Callable[[], T]) -> T:
-    """What `in_torch` returns in place of a launch that has failed; see `attempt`.
+    """Return what `in_torch` returns, in place of a launch that has failed; see `attempt`.
 
     Raises: the failure, if the device is lost or has no memory left, or captures a graph, in which torch
         could not run.
@@ -131,22 +131,22 @@ def recovered(op: str, failure: Exception, in_torch: Callable[[], T]) -> T:
 
 
 def is_capturing() -> bool:
-    """Whether this thread's work is captured in a CUDA graph."""
+    """Return whether this thread's work is captured in a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def reason_of(error: BaseException) -> Reason:
-    """The label of an error that a kernel raised. Triton's own classes are known by their names: a CPU
+    """Return the label of an error that a kernel raised. Triton's own classes are recognised by name: a CPU
     install has no Triton, and versions move them."""
-    names = {its.__name__ for its in type(error).__mro__}
+    names = {kind.__name__ for kind in type(error).__mro__}
     if "OutOfResources" in names:
         return "out_of_resources"
     return "compile_error" if names.intersection(_COMPILE_ERRORS) else "exception"
 
 
 def is_lost(error: BaseException | None = None) -> bool:
-    """Whether the CUDA device no longer works in this process; asked after an error, and not while this
-    thread captures a graph.
+    """Return whether the CUDA device no longer works in this process; asked after an error, and not while
+    this thread captures a graph.
 
     After an illegal address, a failed assertion or a fault of the hardware CUDA answers every later call with
     an error. Memory that ran out is no such error.

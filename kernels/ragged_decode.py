@@ -24,7 +24,7 @@ def ragged_decode(
     *,
     scaling: float,
 ) -> Tensor:
-    """softmax(scaling * q K^T) V of each head over its own rows and the new ones.
+    """Compute softmax(scaling * q K^T) V of each head over its own rows and the new ones.
 
     Heads are a loop, not a padded batch: padding would copy all rows at every step.
 

@@ -48,7 +48,7 @@ GPUS = {
 
 
 class _Driver(DriverBase):  # type: ignore[misc]
-    """What Triton's launcher asks a driver for before it compiles."""
+    """The part of a driver that Triton's launcher uses before it compiles."""
 
     def __init__(self, gpu: RehearsedGpu) -> None:
         self._target = GPUTarget("cuda", gpu.capability, WARP_SIZE)
@@ -79,7 +79,7 @@ class _Driver(DriverBase):  # type: ignore[misc]
 
 @contextmanager
 def rehearsal(gpu: RehearsedGpu, *, only: str = "") -> Iterator[list[Any]]:
-    """Compile instead of launching. What the compiler raises is raised by the launch.
+    """Compile instead of launching. The launch raises what the compiler raises.
 
     Args: only: compile kernels whose names hold this.
     Returns: the compiled kernels (Triton's `CompiledKernel`), each once, which grow as calls are made.
@@ -102,7 +102,7 @@ def rehearsal(gpu: RehearsedGpu, *, only: str = "") -> Iterator[list[Any]]:
             patch.object(JITFunction, "run", compile_only),
             patch.object(triton_kernel, "shared_bytes", lambda device: gpu.shared_bytes),
             patch.object(rehearsing, "is_on", True),
-            # what a launch would have written reads as zeros
+            # outputs that a launch would have written read as zeros
             patch.object(torch, "empty", torch.zeros),
         ):
             yield compiled

@@ -26,7 +26,7 @@ class Softmax:
     sinks: Tensor | None = None
 
     def heads(self, start: int, stop: int) -> Softmax:
-        """That of KV heads `start` to `stop`."""
+        """Return the softmax of KV heads `start` to `stop`."""
         sinks = None if self.sinks is None else self.sinks[start:stop]
         return Softmax(scaling=self.scaling, softcap=self.softcap, sinks=sinks)
 
@@ -36,17 +36,18 @@ Scaling = float | Softmax
 
 
 def scale_of(scaling: Scaling) -> float:
-    """The scale alone, for estimates that only rank tokens."""
+    """Return the scale alone, for estimates that only rank tokens."""
     return scaling.scaling if isinstance(scaling, Softmax) else scaling
 
 
 def as_softmax(scaling: Scaling) -> Softmax:
-    """A plain softmax's scale with nothing capped and no sinks."""
+    """Return the softmax of a scale: a plain one for a number, with nothing capped and no sinks."""
     return scaling if isinstance(scaling, Softmax) else Softmax(scaling=scaling)
 
 
 def plain(scaling: Scaling) -> float:
-    """The scale of a plain softmax, for attention that has no other; plans with another are refused."""
+    """Return the scale of a plain softmax, for attention without any other; plans with another are
+    refused."""
     assert not isinstance(scaling, Softmax), "this attention has no soft-capping and no sinks"
     return scaling
 
@@ -54,7 +55,7 @@ def plain(scaling: Scaling) -> float:
 def attend_softmax(
     queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, *, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention computed in float32.
+    """Compute attention in float32.
 
     Args:
         queries: `[H_kv, G, T, D]`; keys and values `[H_kv, n, D]`.

@@ -21,19 +21,19 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _BLOCK_G = tl.constexpr(MIN_BLOCK_G)
 _ROWS_AT_ONCE = tl.constexpr(32)
-"""Of all splits' parts, when they are combined."""
+"""Rows of splits' parts that are combined at once."""
 
 
 @triton.jit
 def load_queries(query_ptr, bh, g, d, G: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr):
-    """`[BLOCK_G, BLOCK_D]` of one head's queries, zero beyond G and D."""
+    """Load one head's queries, `[BLOCK_G, BLOCK_D]`, zero beyond G and D."""
     mask = (g[:, None] < G) & (d[None, :] < D)
     return tl.load(query_ptr + (bh * G + g[:, None]) * D + d[None, :], mask=mask, other=0.0).to(DOT)
 
 
 @triton.jit
 def first_state(sink_ptr, head, is_first, g, G: tl.constexpr, BLOCK_G: tl.constexpr, SINKS: tl.constexpr):
-    """The running maximum and sum `[BLOCK_G]` of a split before its first tile.
+    """Return the running maximum and sum `[BLOCK_G]` of a split before its first tile.
 
     A head's first split begins with its sinks, `[H_kv, G]` logits of a token whose value is zero, so they are
     counted once where splits are combined.
@@ -54,7 +54,7 @@ def first_state(sink_ptr, head, is_first, g, G: tl.constexpr, BLOCK_G: tl.conste
 def attend_tile(
     q, k, v, ok, highest, total, acc, scale_log2, cap_log2=0.0, CAPPED: tl.constexpr = False
 ):  # fmt: skip
-    """One online-softmax step.
+    """Run one online-softmax step.
 
     Args:
         q: `[BLOCK_G, BLOCK_D]`; k and v `[BLOCK_N, BLOCK_D]`, zero where not `ok` `[BLOCK_N]`.
@@ -81,7 +81,7 @@ def attend_tile(
 
 @triton.jit
 def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
-    """The tiles of one split: begin, end, and the number of splits that have any, at least 1."""
+    """Return the tiles of one split: begin, end, and the number of splits that have tiles, at least 1."""
     per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), MIN_TILES)
     begin = split * per_split
     return begin, tl.minimum(begin + per_split, num_tiles), tl.maximum(tl.cdiv(num_tiles, per_split), 1)
@@ -89,7 +89,7 @@ def split_range(num_tiles, split, num_splits, MIN_TILES: tl.constexpr):
 
 @triton.jit
 def visible_rows(heads_ptr, h, ok, FIELDS: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first row that a head's new token attends to, and how many from there on.
+    """Return the first row that a head's new token attends to, and how many from there on.
 
     Args: h: one head or several; ok: where not, there are no rows.
     """
@@ -107,7 +107,7 @@ def visible_rows(heads_ptr, h, ok, FIELDS: tl.constexpr, WINDOWED: tl.constexpr)
 
 @triton.jit
 def row_tiles(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, WINDOWED: tl.constexpr):
-    """How many tiles heads of plain rows have, and whether they have an output: all do. See `place_of`."""
+    """Count the tiles of heads of plain rows, and say whether they have an output: all do. See `place_of`."""
     _, count = visible_rows(heads_ptr, h, ok, FIELDS, WINDOWED)
     return tl.cdiv(count, BLOCK_N), ok
 
@@ -117,9 +117,9 @@ def place_of(
     heads_ptr, num_heads, program, num_programs, TILES_OF: tl.constexpr, MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """What one of more than `num_heads` programs attends to, so that each has about as many tiles.
+    """Find what one of more than `num_heads` programs attends to, so that all have about as many tiles.
 
-    All programs read all lengths, on the device: a long head gets more of them.
+    All programs read all lengths, on the device: a long head gets more programs.
 
     Args: TILES_OF: a function as `row_tiles`; its last argument is KIND.
     Returns: the head, or `num_heads` for a program that has nothing to do; its begin and end among the head's
@@ -154,7 +154,7 @@ def place_of(
 
 @triton.jit
 def log_sum(highest, total):
-    """log2 of the softmax denominator, -inf without rows."""
+    """Compute log2 of the softmax denominator, -inf without rows."""
     return tl.where(total > 0, highest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
@@ -183,7 +183,7 @@ def finish_split(
 
 @triton.jit
 def store_part(partial_ptr, slot, value, g, channel, ok, G: tl.constexpr, D: tl.constexpr):
-    """Some channels of one split's normalised output. Args: value `[BLOCK_G, channels]`; ok `[channels]`."""
+    """Store channels of one split's normalised output. Args: value `[BLOCK_G, channels]`; ok `[channels]`."""
     mask = (g[:, None] < G) & ok[None, :] & (channel[None, :] < D)
     at = (slot * G + g[:, None]).to(tl.int64) * D + channel[None, :]
     tl.store(partial_ptr + at, value, mask=mask)
@@ -199,13 +199,13 @@ def combine_if_last(
     tl.debug_barrier()
     done = tl.atomic_add(counter_ptr + bh, 1, sem="acq_rel")
     if done == num_slots - 1:
-        # Rows of the workspace are (split, head of the group), so many at a time for all heads: a load waits
-        # for memory, and there are few.
+        # Rows of the workspace are (split, head of the group). They are loaded for all heads at a time: each
+        # load waits for memory, so there should be few.
         g = tl.arange(0, _BLOCK_G)
         highest = tl.full([_BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([_BLOCK_G], tl.float32)
         out = tl.zeros([_BLOCK_G, d.shape[0]], tl.float32)
-        # what a product reads lies in shared memory, of which programs of wide heads have no more to spare
+        # the operands of a product are in shared memory, and programs of wide heads have none to spare
         rows_at_once: tl.constexpr = _ROWS_AT_ONCE if d.shape[0] <= 128 else _ROWS_AT_ONCE // 2
         for first in range(0, num_slots * G, rows_at_once):
             r = first + tl.arange(0, rows_at_once)
@@ -220,7 +220,7 @@ def combine_if_last(
             base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             weight, shrink = tl.exp2(lse - base[:, None]), tl.exp2(highest - base)
             total = total * shrink + tl.sum(weight, 1)
-            # plain tf32 is not exact enough, and float32 takes too many registers
+            # plain tf32 is too inexact, and float32 takes too many registers
             out = tl.dot(weight, part, out * shrink[:, None], input_precision="tf32x3")
             highest = new_highest
         out /= tl.where(total > 0, total, 1.0)[:, None]

@@ -18,7 +18,7 @@ _NEWEST = torch.iinfo(torch.int64).max
 
 
 def attend_rows(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
-    """softmax(scaling * q K^T) V in the dtype of the inputs, accumulated in float32 by SDPA.
+    """Compute softmax(scaling * q K^T) V in the dtype of the inputs, accumulated in float32 by SDPA.
 
     The G heads of a group become SDPA's query positions: they share one KV head's rows and need no mask, so
     no KV row is repeated G times.
@@ -32,7 +32,7 @@ def attend_rows(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scali
 
 
 def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, page_size: int = 1) -> Tensor:
-    """The newest token and the `num_tokens - 1` best of the others; of equal scores the lowest index wins.
+    """Find the newest token and the `num_tokens - 1` best others; of equal scores the lowest index wins.
 
     Args:
         scores: float32 `[H_kv, ceil(n / page_size)]`, at least 0: one per token, or one per page, which all
@@ -51,7 +51,7 @@ def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, pa
 
 
 def top_indices(scores: Tensor, count: int) -> Tensor:
-    """The best of each row; of equal scores the lowest index wins.
+    """Return the best of each row; of equal scores the lowest index wins.
 
     Args: scores: float32 `[n, m]`, at least 0.
     Returns: int64 `[n, count]`, in no particular order.
@@ -63,9 +63,9 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _falling(num_pages: int, page_size: int, device: torch.device) -> Tensor:
-    """int64 `[pages, page_size]`, from the number of tokens less 1 down to 0; all layers share it.
+    """Return int64 `[pages, page_size]`, from the number of tokens less 1 down to 0; all layers share it.
 
-    The low half of keys whose order has no ties, which torch.topk leaves open; the high half are a score's
+    It is the low half of keys that break ties, which torch.topk leaves undefined; the high half is a score's
     bits, because floats of at least 0 order as their bits do.
     """
     return torch.arange(num_pages * page_size - 1, -1, -1, device=device).view(num_pages, page_size)
@@ -73,7 +73,7 @@ def _falling(num_pages: int, page_size: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def head_starts(num_kv_heads: int, head_rows: int, device: torch.device) -> Tensor:
-    """int64 `[H_kv, 1]`: each head's first row where heads are `head_rows` rows apart."""
+    """Return int64 `[H_kv, 1]`: each head's first row where heads are `head_rows` rows apart."""
     return torch.arange(0, num_kv_heads * head_rows, head_rows, device=device)[:, None]
 
 
@@ -86,7 +86,7 @@ def attend_tokens(
     scaling: Scaling,
     joint: JointRows | None = None,
 ) -> Tensor:
-    """Exact attention to the selected tokens of each KV head.
+    """Attend exactly to the selected tokens of each KV head.
 
     Args: queries `[H_kv, G, D]`, keys and values `[H_kv, n, D]`, tokens int64 `[H_kv, k]`; joint:
         `JointRows.of(keys, values)`, or of a cache that they are the front of, if known already.
@@ -95,7 +95,7 @@ def attend_tokens(
     joint = joint or JointRows.of(keys, values)
     if joint is None:
         chosen_keys, chosen_values = (
-            its.gather(1, tokens[:, :, None].expand(-1, -1, its.shape[2])) for its in (keys, values)
+            rows.gather(1, tokens[:, :, None].expand(-1, -1, rows.shape[2])) for rows in (keys, values)
         )
         return attend_rows(queries, chosen_keys, chosen_values, scaling=scaling)
     chosen = joint.rows.index_select(0, (tokens + joint.starts).view(-1))
@@ -119,7 +119,8 @@ class JointRows:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> JointRows | None:
-        """Args: keys, values `[H_kv, n, D]`. Returns: None if they are not evenly spaced in one storage."""
+        """View K and V jointly. Args: keys, values `[H_kv, n, D]`. Returns: None if not evenly spaced in one
+        storage."""
         num_kv_heads, num_rows, head_dim = keys.shape
         head_stride, row, one = keys.stride()
         apart = values.storage_offset() - keys.storage_offset()
@@ -139,6 +140,6 @@ class JointRows:
 
 @functools.lru_cache(maxsize=256)
 def _starts(num_kv_heads: int, head_rows: int, value_rows: int, device: torch.device) -> Tensor:
-    """`JointRows.starts`. Args: value_rows: rows from a head's first key to its first value."""
+    """Return `JointRows.starts`. Args: value_rows: rows from a head's first key to its first value."""
     keys = head_starts(num_kv_heads, head_rows, device)
     return torch.stack([keys, keys + value_rows])

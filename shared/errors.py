@@ -133,7 +133,7 @@ class SessionNotFound(NotFound):
 
 
 class ResponseNotFound(NotFound):
-    """OpenAI's code where a request continues it; there is none for one that is read."""
+    """The code is OpenAI's where a request continues the response; OpenAI has none for reading one."""
 
     code = "previous_response_not_found"
 

@@ -1,4 +1,4 @@
-"""Makes the keys of all roles; `shared/trust/certs.py` says which files there are and who needs them."""
+"""Makes the keys of all roles; `shared/trust/certs.py` lists the files and who needs them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """A file appears whole or not at all."""
+    """Write a file so that it appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
     partial.unlink(missing_ok=True)

@@ -110,7 +110,7 @@ def _claude(served: Served) -> str:
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": served.model,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        # A line of the prompt that is another one in each session; without it, KV is found across sessions.
+        # A line of the prompt that differs in each session; without it, KV is found across sessions.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
     return _json({"env": variables})

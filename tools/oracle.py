@@ -59,7 +59,7 @@ class OracleSession:
     states: dict[int, States] = field(default_factory=dict)
 
     def reusable(self, prompt: list[int], spec: ModelSpec) -> int:
-        """How many of the prompt's first tokens need not be run again."""
+        """Count the prompt's first tokens that need not be run again."""
         shared = _common_prefix(self.token_ids, prompt)
         return max((n for n in self.states if n <= shared), default=0) if spec.state_layers else shared
 
@@ -85,7 +85,7 @@ class CapturedPrompt:
     repeated: dict[str, list[Tensor | None]] = field(default_factory=dict)
 
     def prefix(self, num_tokens: int) -> CapturedPrompt:
-        """The capture of the first tokens; with causal attention their K and V do not depend on later ones.
+        """Return the first tokens' capture; with causal attention their K and V do not depend on later ones.
 
         Args: num_tokens: at least one of this pass's new tokens must be among them.
         """
@@ -148,7 +148,7 @@ class Continuation:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's."""
+        """The model's spec."""
         return self._model.spec
 
     def step(self, token_id: int, *, dense: bool = False) -> Tensor:
@@ -160,7 +160,7 @@ class Continuation:
         return step_together([self], [token_id], dense=dense)[0]
 
     def follow_draft(self, token_id: int) -> Tensor | None:
-        """Append a token of the draft; returns the float32 logits `[V]` after it, or None where the draft has
+        """Append a token of the draft; returns the float32 logits `[V]` after it, or None if the draft has
         ended or had another token."""
         drafted, number = self.drafted, self._num_tokens - self.resolved.num_prompt_tokens
         if drafted is None or number >= len(drafted.tokens) or drafted.tokens[number].token_id != token_id:
@@ -179,7 +179,7 @@ class Continuation:
         return found
 
     def fork(self) -> Continuation:
-        """An independent continuation from here: steps of one do not affect the other."""
+        """Return an independent continuation from here: steps of one do not affect the other."""
         other = copy.copy(self)
         other._decode = self._decode.fork()
         return other
@@ -188,7 +188,7 @@ class Continuation:
 def step_together(
     continuations: Sequence[Continuation], token_ids: Sequence[int], *, dense: bool = False
 ) -> Tensor:
-    """One step of several continuations of one model in a batch, each with its own token.
+    """Run one step of several continuations of one model in a batch, each with its own token.
 
     Args: token_ids, dense: as in `Continuation.step`.
     Returns: float32 logits `[B, V]`.
@@ -219,7 +219,7 @@ def _run_together(continuations: Sequence[Continuation], token_ids: Sequence[int
 
         def store(self, layer: int, state: Tensors) -> None:
             for i, c in enumerate(continuations):
-                c._decode.store(layer, {name: its[i : i + 1].clone() for name, its in state.items()})
+                c._decode.store(layer, {name: tensor[i : i + 1].clone() for name, tensor in state.items()})
 
     positions = [c._num_tokens for c in continuations]
     logits = model.decode(
@@ -306,8 +306,8 @@ class OneProcessGenerator:
         most = min(sampling.max_tokens, cut_off_after or sampling.max_tokens)
         decode = OracleDecode(spec, measured, compressed)
         if drafted is not None:
-            for number, its in enumerate(drafted.tokens[: most - 1]):
-                decode.append(drafted.layers, number, its.states)
+            for number, drafted_token in enumerate(drafted.tokens[: most - 1]):
+                decode.append(drafted.layers, number, drafted_token.states)
         del tokens[most:]
         while tokens[-1].token_id not in stop_ids and len(tokens) < most:
             logits = self._model.decode(
@@ -327,7 +327,7 @@ class OneProcessGenerator:
                 for layer, (keys, values) in prefill.full.items()
             }
             ends = {len(prompt_token_ids): states.after, len(session.token_ids): decode.states}
-            session.states = {n: its for n, its in session.states.items() if n <= reused} | ends
+            session.states = {n: state for n, state in session.states.items() if n <= reused} | ends
         return tokens
 
     def capture(
@@ -357,7 +357,7 @@ class OneProcessGenerator:
         )
 
     def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:
-        """The capture of a prompt's first tokens. A state has no prefix, so a model with states runs them."""
+        """Capture a prompt's first tokens. A state has no prefix, so a model with states runs them."""
         if captured.states:
             whole = captured.layers[0].question if captured.layers else None
             question = whole and whole.before(len(captured.token_ids) - num_tokens)
@@ -388,7 +388,7 @@ class OneProcessGenerator:
         return Continuation(self._model, measured, compressed, drafted)
 
     def _drafted(self, captured: CapturedPrompt, num_draft: int) -> Drafted | None:
-        """The prompt with a greedy draft of so many tokens; drafted once."""
+        """Return the prompt with a greedy draft of this many tokens; drafted once."""
         if not num_draft:
             return None
         if num_draft not in captured.drafts:
@@ -408,18 +408,18 @@ class OneProcessGenerator:
     def _repeated(
         self, captured: CapturedPrompt, resolved: ResolvedPlan, layers: tuple[LayerInputs, ...]
     ) -> tuple[LayerInputs, ...]:
-        """The layers with the attention that the prompt's repetition gives their tokens; it is run once."""
+        """Return layers with the attention that the prompt's repetition gives their tokens; run once."""
         key = f"{resolved.plan.scorer} {sharing_layers(resolved)}"
         if key not in captured.repeated:
             repeated = reconstruct(
                 self._model, resolved, layers, token_ids=captured.token_ids, states=captured.states
             )
-            captured.repeated[key] = [its.repeated for its in repeated]
+            captured.repeated[key] = [layer.repeated for layer in repeated]
         found = captured.repeated[key]
-        return tuple(replace(its, repeated=scores) for its, scores in zip(layers, found, strict=True))
+        return tuple(replace(layer, repeated=scores) for layer, scores in zip(layers, found, strict=True))
 
 
 def _common_prefix(recorded: list[int], prompt: list[int]) -> int:
-    """The number of tokens shared from the start, without the prompt's last token."""
+    """Count the tokens shared from the start, without the prompt's last token."""
     limit = min(len(recorded), len(prompt) - 1)
     return next((i for i in range(limit) if recorded[i] != prompt[i]), limit)

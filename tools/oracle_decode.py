@@ -38,7 +38,7 @@ class OracleDecode:
         self.generated: list[list[LayerKV]] = [[] for _ in formats]
 
     def fork(self) -> OracleDecode:
-        """An independent copy: appending to one does not change the other."""
+        """Return an independent copy: appending to one does not change the other."""
         other = OracleDecode.__new__(OracleDecode)
         other._layers = [layer.fork() for layer in self._layers]
         other.generated = [list(rows) for rows in self.generated]
@@ -54,26 +54,26 @@ class OracleDecode:
 
     def append(self, layers: Sequence[LayerInputs], number: int, states: Mapping[int, Tensors]) -> None:
         """Append a token of a draft. Args: layers: with the draft; number: of the token; states: after it."""
-        for its in layers:
-            assert its.ahead is not None, "there is a draft"
-            append_naively(self._layers[its.layer], its.ahead, number)
-            row = its.ahead.keys[:, number : number + 1], its.ahead.values[:, number : number + 1]
-            self.generated[its.layer].append(row)
+        for inputs in layers:
+            assert inputs.ahead is not None, "there is a draft"
+            append_naively(self._layers[inputs.layer], inputs.ahead, number)
+            row = inputs.ahead.keys[:, number : number + 1], inputs.ahead.values[:, number : number + 1]
+            self.generated[inputs.layer].append(row)
         for layer, state in states.items():
             self._layers[layer] = NaiveState(state)
 
     @property
     def states(self) -> dict[int, Tensors]:
         """The state of each layer that has one, after the tokens so far."""
-        return {i: its.state for i, its in enumerate(self._layers) if isinstance(its, NaiveState)}
+        return {i: layer.state for i, layer in enumerate(self._layers) if isinstance(layer, NaiveState)}
 
     def load(self, layer: int) -> dict[str, Tensor]:
         """See `LayerStates.load`."""
-        return {name: its[None].clone() for name, its in self.states[layer].items()}
+        return {name: tensor[None].clone() for name, tensor in self.states[layer].items()}
 
     def store(self, layer: int, state: Tensors) -> None:
         """See `LayerStates.store`."""
-        self._layers[layer] = NaiveState({name: its[0] for name, its in state.items()})
+        self._layers[layer] = NaiveState({name: tensor[0] for name, tensor in state.items()})
 
     def densely(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """Append the row and attend to every retained row, as an evicting format does at every step."""

@@ -44,10 +44,10 @@ class PassStates:
 
     def load(self, layer: int) -> dict[str, Tensor] | None:
         state = self._earlier.get(layer)
-        return None if state is None else {name: its[None].clone() for name, its in state.items()}
+        return None if state is None else {name: tensor[None].clone() for name, tensor in state.items()}
 
     def store(self, layer: int, state: Tensors) -> None:
-        self.after[layer] = {name: its[0].clone() for name, its in state.items()}
+        self.after[layer] = {name: tensor[0].clone() for name, tensor in state.items()}
 
 
 class Capture:
@@ -115,7 +115,7 @@ class OraclePrefill:
     def finish(
         self, prompt: Sequence[int], states: States, logits: Tensor, draw: Draw | None
     ) -> tuple[ResolvedPlan, tuple[Tensors, ...], Drafted | None]:
-        """After the last layer: the plan with each layer's own rows, each layer's tensors, and the draft.
+        """Return, after the last layer, the plan with each layer's rows, all layers' tensors and the draft.
 
         Args: states, logits: after the prompt; draw: the draft's tokens; None: greedy ones that nobody wants.
         """

@@ -3,7 +3,7 @@
     python tools/release.py VERSION [--output dist]        or: make release VERSION=...
 
 The entries below `## Unreleased` in CHANGELOG.md become those of the version, and the tag's message. Files
-are built before anything is committed; where a step fails, the files that it changed are as they were.
+are built before anything is committed; if a step fails, the files that it changed are restored.
 `make test-all` must have passed on what is released. Nothing is pushed. Needs the `dev` extra, and git.
 """
 
@@ -59,14 +59,14 @@ def release(repository: Path, version: str, output: Path, today: datetime.date) 
     except BaseException:
         _run(repository, "git", "checkout", "--quiet", "HEAD", "--", ".")
         raise
-    # Lines of Markdown that begin with # are no comments.
+    # Lines of Markdown that begin with # are not comments.
     message = f"kvferry {version}\n\n{entries}"
     _run(repository, "git", "tag", "--annotate", "--cleanup=verbatim", "--message", message, tag)
     return tag
 
 
 def _check(repository: Path, version: str, tag: str) -> str:
-    """Returns: the changelog's entries since the last release."""
+    """Check that a release can be made. Returns: the changelog's entries since the last release."""
     if not _VERSION.fullmatch(version):
         raise Refused(f"VERSION is {version!r}; it must be three numbers, such as 1.2.3")
     present = _present_version(repository)
@@ -85,7 +85,7 @@ def _check(repository: Path, version: str, tag: str) -> str:
 
 
 def _check_tests(repository: Path) -> None:
-    """The whole tests have passed on what is released. Their result may be a commit of its own."""
+    """Check that all tests have passed on what is released. Their result may be a commit of its own."""
     path = repository / _TESTED
     if not path.exists():
         raise Refused(f"there is no {_TESTED}; make test-all writes it")

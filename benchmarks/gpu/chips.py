@@ -62,7 +62,7 @@ CHIPS = (
 def chip_of(device_name: str) -> Chip | None:
     """Return the GPU that the driver calls so, None if it is not modelled. GPUs whose names differ in a word
     have other memories."""
-    return next((its for its in CHIPS if its.device_name == device_name), None)
+    return next((chip for chip in CHIPS if chip.device_name == device_name), None)
 
 
 def occupancy(chip: Chip, row: dict[str, Any]) -> int:

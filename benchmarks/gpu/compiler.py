@@ -201,7 +201,11 @@ def folded(launch: Launch) -> list[str]:
     """Return the arguments that are constants of the code because they are 1 in this launch."""
     signature, _, _ = specialised(launch)
     parameters = launch.kernel.params
-    return [its.name for its in parameters if signature[its.name] == "constexpr" and not its.is_constexpr]
+    return [
+        parameter.name
+        for parameter in parameters
+        if signature[parameter.name] == "constexpr" and not parameter.is_constexpr
+    ]
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -23,7 +23,7 @@ def decoder_cases(model: Model, *, batch_size: int, device: Device, seed: int) -
         return torch.randn(*shape, generator=generator, device=device).to(model.dtype)
 
     hidden, residual, weight = random(batch_size, size), random(batch_size, size), random(size)
-    keys, cos, sin = (random(batch_size, its * head_dim) for its in (kv_heads, 1, 1))
+    keys, cos, sin = (random(batch_size, num_heads * head_dim) for num_heads in (kv_heads, 1, 1))
     norms = random(head_dim), random(head_dim), 1e-5
     calls = {
         "add_norm": (

@@ -141,7 +141,7 @@ class KernelCounts:
 
     def __init__(self, hsa_sizes: Sequence[HsaSize]) -> None:
         self.counts: list[Count] = []
-        sizes = [PAGES_OF_ONE, *sorted(set(hsa_sizes), key=lambda its: its.length)]
+        sizes = [PAGES_OF_ONE, *sorted(set(hsa_sizes), key=lambda size: size.length)]
         for sized in _cases(sizes):
             case = sized.make()
             with counted_traffic() as found:
@@ -157,19 +157,19 @@ class KernelCounts:
     def hsa(self, size: HsaSize) -> dict[str, float]:
         """Bytes by kernel of one head, at a size that was counted."""
         return {
-            its.kernel: its.moved_bytes
-            for its in self.counts
-            if its.case in HSA_PARTS and its.shape == str(size)
+            count.kernel: count.moved_bytes
+            for count in self.counts
+            if count.case in HSA_PARTS and count.shape == str(size)
         }
 
     def at(self, case: str, units: float, *, by_least: bool = False) -> dict[str, float]:
         """Bytes by kernel of one head or sequence at any number of units. Args: by_least: units are the
         least bytes."""
         found = {}
-        of_case = [its for its in self.counts if its.case == case]
-        for kernel in dict.fromkeys(its.kernel for its in of_case):
-            less, more = (its for its in of_case if its.kernel == kernel)
-            x0, x1 = (its.least_bytes if by_least else its.units for its in (less, more))
+        of_case = [count for count in self.counts if count.case == case]
+        for kernel in dict.fromkeys(count.kernel for count in of_case):
+            less, more = (count for count in of_case if count.kernel == kernel)
+            x0, x1 = (count.least_bytes if by_least else count.units for count in (less, more))
             slope = (more.moved_bytes - less.moved_bytes) / (x1 - x0)
             found[kernel] = less.moved_bytes + slope * (units - x0)
         return found

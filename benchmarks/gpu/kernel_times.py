@@ -109,13 +109,13 @@ class KernelTimes:
     def rows(self) -> Iterator[dict[str, Any]]:
         """For a table: a kernel of one layer at one size, and its time on each GPU."""
         for batch, context in self._contexts:
-            moved = {its: self.attention(its, batch, context) for its in (*self._methods, "kivi")}
+            moved = {name: self.attention(name, batch, context) for name in (*self._methods, "kivi")}
             for method, kernels in {**moved, "all": self.beside(batch)}.items():
-                for its in kernels:
-                    times = {f"{chip.name}_us": 1e6 * its.seconds(chip, self.shape) for chip in CHIPS}
+                for kernel in kernels:
+                    times = {f"{chip.name}_us": 1e6 * kernel.seconds(chip, self.shape) for chip in CHIPS}
                     yield {
-                        "kernel": its.kernel, "method": method, "batch": batch, "context": context,
-                        "launches": its.launches, "moved_bytes": round(its.size_bytes),
+                        "kernel": kernel.kernel, "method": method, "batch": batch, "context": context,
+                        "launches": kernel.launches, "moved_bytes": round(kernel.size_bytes),
                     } | times  # fmt: skip
 
     def _packed_bytes(self, context: int) -> float:
@@ -137,20 +137,20 @@ def add_modelled(
         if "kernel" not in row:
             continue
         kind = _kind(row["kernel"], row["shape"])
-        of_case = [its for its in counts if _kind(its["case"], its["shape"]) == kind]
+        of_case = [count for count in counts if _kind(count["case"], count["shape"]) == kind]
         if chip is None or not of_case or row["kernel"] in BOUND_BY_ARITHMETIC:
             continue
-        largest = max(its["least_bytes"] for its in of_case)
+        largest = max(count["least_bytes"] for count in of_case)
         special = f"{row['kernel'].partition('_')[2]} bits" if row["kernel"].startswith("kivi") else ""
         row["modelled_us"] = 1e6 * sum(
             Moved(
-                kernel=its["kernel"],
-                launches=its["launches"],
-                size_bytes=row["num_bytes"] * (its["read_bytes"] + its["written_bytes"]) / largest,
+                kernel=count["kernel"],
+                launches=count["launches"],
+                size_bytes=row["num_bytes"] * (count["read_bytes"] + count["written_bytes"]) / largest,
                 special=special,
             ).seconds(chip, shape)
-            for its in of_case
-            if its["least_bytes"] == largest
+            for count in of_case
+            if count["least_bytes"] == largest
         )
 
 

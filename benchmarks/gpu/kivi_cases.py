@@ -33,9 +33,9 @@ def kivi_case(
         quantised = kivi_quantise(keys, values, bits)
         sequences.append((new_keys, new_values, quantised))
     parts = [
-        its.contiguous().view(torch.uint8).flatten()
+        tensor.contiguous().view(torch.uint8).flatten()
         for new_keys, new_values, rows in sequences
-        for its in (new_keys, new_values, rows.codes, rows.scales, rows.keys, rows.values)
+        for tensor in (new_keys, new_values, rows.codes, rows.scales, rows.keys, rows.values)
     ]
     # each part starts at a multiple of 16 bytes, as in the arena
     sizes = [-(-len(part) // 16) * 16 for part in parts]

@@ -22,19 +22,21 @@ def by_length(tiles: Sequence[int], num_programs: int, min_tiles: int) -> list[i
     """Tiles of each program, as `place_of` of `kernels/split_attention.py` divides them."""
     per_split = max(-(-sum(tiles) // (num_programs - len(tiles))), -(-max(tiles) // MAX_SPLITS), min_tiles)
     programs = []
-    for its in tiles:
-        splits = max(-(-its // per_split), 1)
-        programs += [end - begin for begin, end in pairwise(its * n // splits for n in range(splits + 1))]
+    for num_tiles in tiles:
+        splits = max(-(-num_tiles // per_split), 1)
+        programs += [
+            end - begin for begin, end in pairwise(num_tiles * n // splits for n in range(splits + 1))
+        ]
     return programs
 
 
 def equally(tiles: Sequence[int], num_splits: int, min_tiles: int) -> list[int]:
     """The same where every head has as many splits, as before."""
     programs = []
-    for its in tiles:
-        per_split = max(-(-its // num_splits), min_tiles)
+    for num_tiles in tiles:
+        per_split = max(-(-num_tiles // num_splits), min_tiles)
         bounds = accumulate([per_split] * num_splits, initial=0)
-        programs += [min(end, its) - min(begin, its) for begin, end in pairwise(bounds)]
+        programs += [min(end, num_tiles) - min(begin, num_tiles) for begin, end in pairwise(bounds)]
     return programs
 
 

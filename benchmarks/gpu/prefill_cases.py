@@ -26,7 +26,7 @@ from kvferry.shared.model.bridge import TransformersModel
 
 def prefill_methods(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]:
     """The methods of the table, each with a budget of this many tokens."""
-    known = {its.name: its for its in methods_of(rows, widths_window=widths_window)}
+    known = {method.name: method for method in methods_of(rows, widths_window=widths_window)}
     return tuple(
         known.get(name) or Method(name=name, preset=name, rows=rows)
         for name in ("rocketkv", "snapkv", "compactor", "rdkv", "d2o")

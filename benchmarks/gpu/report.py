@@ -57,8 +57,8 @@ def as_json(result: dict[str, Any]) -> str:
 
 def _as_json(value: Any, indent: str) -> str:
     inner = f"{indent} "
-    if isinstance(value, dict) and any(isinstance(its, list | dict) for its in value.values()):
-        parts = [f"{inner}{json.dumps(name)}: {_as_json(its, inner)}" for name, its in value.items()]
+    if isinstance(value, dict) and any(isinstance(entry, list | dict) for entry in value.values()):
+        parts = [f"{inner}{json.dumps(name)}: {_as_json(entry, inner)}" for name, entry in value.items()]
         return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(f"{inner}{json.dumps(row)}" for row in value) + f"\n{indent}]"

@@ -44,7 +44,6 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.case import OpCheck
 from kvferry.kernels.cases import op_checks
 from kvferry.kernels.decode_batch import BatchShape
-from kvferry.kernels.decoder_ops.native import MAX_ROWS
 from kvferry.kernels.dense_decode.triton_kernel import MIN_SPLIT_BYTES
 from kvferry.kernels.kivi.rows import GROUP_TOKENS
 from kvferry.shared.model.spec import ModelSpec
@@ -107,7 +106,7 @@ _COUNTED = BatchShape(
 
 def attention_launches(method: str) -> Counter[str]:
     """Of one layer and step of a batch, by kernel."""
-    return _launches_of([its for its in op_checks(_OPS[method], _COUNTED) if "NaN" not in its.name][-1])
+    return _launches_of([check for check in op_checks(_OPS[method], _COUNTED) if "NaN" not in check.name][-1])
 
 
 def _launches_of(case: OpCheck) -> Counter[str]:
@@ -119,21 +118,21 @@ def _launches_of(case: OpCheck) -> Counter[str]:
 
 def model_launches(shape: Shape) -> tuple[int, int]:
     """Launches of a model beside attention's: of one layer, and of all that is once a step but sampling."""
-    tiny = next(its for its in TINY_SHAPES if its.model_type == shape.model_type)
+    tiny = next(candidate for candidate in TINY_SHAPES if candidate.model_type == shape.model_type)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: object) -> Tensor:
         return queries
 
     totals = []
-    token_ids = torch.arange(3, 4 + MAX_ROWS)  # too many for the CPU's own code
+    token_ids = torch.arange(3, 12)
     for num_layers in (2, 3):
         model = random_model(replace(tiny, num_layers=num_layers), torch.device("cpu"), max_model_len=64)
         assert model._fused is not None
         model._fused.join_products()  # as on a GPU
         with torch.no_grad():
-            model.decode(token_ids, token_ids, attention=attend)  # the self-test
+            model._fused.run(token_ids, token_ids, attend)  # the self-test
             with counted(operators=True) as launches:
-                model.decode(token_ids, token_ids, attention=attend)
+                model._fused.run(token_ids, token_ids, attend)
         totals.append(launches.total())
     per_layer = totals[1] - totals[0]
     return per_layer, totals[0] - 2 * per_layer
@@ -163,7 +162,7 @@ class Roofline:
         self.per_layer, self.once = model_launches(shape)
         self.attention = {method: attention_launches(method) for method in _OPS}
         self.windows = window_launches()
-        methods = {its.name: its for its in methods_of(512) if its.name in _OPS}
+        methods = {candidate.name: candidate for candidate in methods_of(512) if candidate.name in _OPS}
         self.times = KernelTimes(shape, self.spec, methods, CONTEXTS, NEW_TOKENS)
 
     def step(self, chip: Chip, method: str, batch: int, context: int) -> dict[str, Any]:
@@ -171,17 +170,19 @@ class Roofline:
         kernels = self.times.attention(method, batch, context)
         beside = self.times.beside(batch)
         layers, launches_of = self.shape.num_layers, self.attention[method]
-        assert launches_of == {its.kernel: its.launches for its in kernels}, "each kernel was counted"
+        assert launches_of == {kernel.kernel: kernel.launches for kernel in kernels}, (
+            "each kernel was counted"
+        )
         launches = layers * (self.per_layer + launches_of.total()) + self.once
         weights = weights_bytes(self.shape)
         memory_s = weights / (REACHABLE * chip.bandwidth)
-        memory_s += layers * sum(its.memory_s(chip, self.shape) for its in (*kernels, *beside))
+        memory_s += layers * sum(kernel.memory_s(chip, self.shape) for kernel in (*kernels, *beside))
         return {
             "gpu": chip.name,
             "method": method,
             "batch": batch,
             "context": context,
-            "moved_bytes": round(weights + layers * sum(its.size_bytes for its in (*kernels, *beside))),
+            "moved_bytes": round(weights + layers * sum(kernel.size_bytes for kernel in (*kernels, *beside))),
             "launches": launches,
             "modelled_ms": 1e3 * (memory_s + LAUNCH_S * launches),
         }
@@ -200,10 +201,10 @@ def roofline() -> dict[str, Any]:
         for batch, context in CONTEXTS
         for method in _OPS
     ]
-    full = {(its["gpu"], its["batch"], its["context"]): its for its in steps if its["method"] == "full"}
-    for its in steps:
-        its["modelled_speedup"] = (
-            full[its["gpu"], its["batch"], its["context"]]["modelled_ms"] / its["modelled_ms"]
+    full = {(step["gpu"], step["batch"], step["context"]): step for step in steps if step["method"] == "full"}
+    for step in steps:
+        step["modelled_speedup"] = (
+            full[step["gpu"], step["batch"], step["context"]]["modelled_ms"] / step["modelled_ms"]
         )
     occupancies = [
         {
@@ -221,21 +222,21 @@ def roofline() -> dict[str, Any]:
         "launches": {
             "layer": model.per_layer,
             "once": model.once,
-            "attention": {method: dict(its) for method, its in model.attention.items()},
+            "attention": {method: dict(launches) for method, launches in model.attention.items()},
         },
         "occupancy": occupancies,
-        "window_layers": [its for chip in CHIPS for its in _windows(chip, model)],
-        "mixed_batches": [its for chip in CHIPS for its in _mixed(chip, SHAPES[0])],
+        "window_layers": [row for chip in CHIPS for row in _windows(chip, model)],
+        "mixed_batches": [row for chip in CHIPS for row in _mixed(chip, SHAPES[0])],
         "steps": steps,
         "kernel_times": list(model.times.rows()),
-        "counts": [its.row() for its in model.times.counts.counts],
+        "counts": [count.row() for count in model.times.counts.counts],
     }
 
 
 def window_launches() -> int:
     """Of one layer with a window, capped logits or sinks, and one step of a batch."""
     shape = replace(_COUNTED, has_windows=True, has_plain_softmax=False)
-    cases = [its for its in op_checks("dense_decode", shape) if its.name.startswith("windows")]
+    cases = [check for check in op_checks("dense_decode", shape) if check.name.startswith("windows")]
     launches = {_launches_of(case).total() for case in cases}
     (number,) = launches
     return number
@@ -290,8 +291,8 @@ def add_modelled(result: dict[str, Any]) -> None:
     add_modelled_kernels(result.get("kernels", []), stored["counts"], device_name, SHAPES[0])
     chip = chip_of(device_name)
     modelled = {
-        (its["gpu"], its["method"], its["batch"], its["context"]): its["modelled_ms"]
-        for its in stored["steps"]
+        (step["gpu"], step["method"], step["batch"], step["context"]): step["modelled_ms"]
+        for step in stored["steps"]
     }
     for row in result.get("decode", []):
         if row.get("model") == stored["model"]:

@@ -23,8 +23,8 @@ MAX_LOGITS = 1 << 24
 def chunk_scores(
     queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool = False
 ) -> Tensor:
-    """Column sums of each chunk's own attention: `a_t = mean_g sum_{i in chunk} softmax(q_{g,i} K_chunk^T *
-    scaling)_t`; the last chunk is as short as it is.
+    """Compute the column sums of each chunk's own attention: `a_t = mean_g sum_{i in chunk} softmax(q_{g,i}
+    K_chunk^T * scaling)_t`; the last chunk may be shorter.
 
     Where the chunks' own queries are not known, the same M queries attend to every chunk (`shared`): `a_t =
     (chunk's length / M) * mean_g sum_i softmax(q_{g,i} K_chunk^T * scaling)_t`.
@@ -60,14 +60,14 @@ def chunk_scores(
 
 
 def in_torch(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
-    """`chunk_scores` in torch; arguments are not checked."""
+    """Compute `chunk_scores` in torch; arguments are not checked."""
     scores = shared_chunk_scores_torch if shared else chunk_scores_torch
     return scores(queries, keys, chunk_tokens, scaling)
 
 
 def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:
-    """`chunk_scores` in torch, one chunk of one KV head at a time: a CPU core's cache holds its logits, which
-    makes a pass about three times as fast as many chunks together. Arguments are not checked."""
+    """Compute `chunk_scores` in torch, one chunk of one KV head at a time: a CPU core's cache holds its
+    logits, so a pass is about three times as fast as with many chunks together. Arguments are not checked."""
     num_kv_heads, group, num_tokens, head_dim = queries.shape
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     buffer = torch.empty(group * chunk_tokens**2, dtype=torch.float32, device=keys.device)
@@ -83,7 +83,7 @@ def chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling
 
 
 def shared_chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: float) -> Tensor:
-    """`chunk_scores` of shared queries in torch; arguments are not checked."""
+    """Compute `chunk_scores` of shared queries in torch; arguments are not checked."""
     num_kv_heads, num_tokens, _ = keys.shape
     num_rows = queries.shape[1] * queries.shape[2]
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
@@ -97,7 +97,7 @@ def shared_chunk_scores_torch(queries: Tensor, keys: Tensor, chunk_tokens: int, 
 
 
 def _spans(num_tokens: int, chunk_tokens: int, max_chunks: int) -> list[tuple[int, int, int]]:
-    """(begin, end, tokens of a chunk) of runs of equal chunks, each at most `max_chunks` long, at least 1."""
+    """Return runs of equal chunks, each of 1 to `max_chunks` chunks, as (begin, end, tokens of a chunk)."""
     step = chunk_tokens * max(1, max_chunks)
     num_whole = num_tokens // chunk_tokens * chunk_tokens
     spans = [(begin, min(begin + step, num_whole), chunk_tokens) for begin in range(0, num_whole, step)]

@@ -14,7 +14,7 @@ from kvferry.kernels.native.library import library
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
-    """`chunk_scores` of CPU tensors, in as many threads as torch has; arguments are not checked.
+    """Compute `chunk_scores` of CPU tensors, in as many threads as torch has; arguments are not checked.
 
     Raises: MemoryError: there is no memory for a chunk's logits.
     """
@@ -46,6 +46,6 @@ def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: f
 
 
 def _with_whole_rows(rows: Tensor) -> Tensor:
-    """float32, with the numbers of a row beside one another; a copy only if they are not."""
+    """Return the rows as float32 with contiguous elements; a copy only where they are not."""
     rows = rows.float()
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -18,7 +18,7 @@ from kvferry.kernels.split_attention import LOG2_E
 MAX_REGISTERS = {4: 168, 8: 128}
 """Per thread, by warps per program: for three programs an SM, or two, as many as shared memory allows."""
 PADDED_REGISTERS = 192
-"""At head sizes between powers of two, whose masks take a few more: fewer spill."""
+"""At head sizes between powers of two, whose masks take a few more registers: fewer spill."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _chunk_scores_kernel(
                 total += tl.sum(tl.exp2(logits - new_highest[:, None]), 1)
                 highest = new_highest
             tl.store(scratch + g * rows + i, highest + tl.log2(total), mask=i < rows)
-    # other threads read the rows' sums than wrote them
+    # the rows' sums are read by other threads than those that wrote them
     tl.debug_barrier()
     share = 1.0 / G
     if SHARED:
@@ -77,14 +77,14 @@ def _chunk_scores_kernel(
                 q = _load_rows(query_ptr, start, i, rows, D, d, D, DOT)
                 lse = tl.load(scratch + g * rows + i, mask=i < rows, other=0.0)
                 logits = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :]
-                # at most 0 but for rounding, which is without bound where logits are large; NaN stays
+                # at most 0 except for rounding, which is unbounded where logits are large; NaN stays NaN
                 logits = tl.where(logits > 0, 0.0, logits)
                 sums += tl.sum(tl.exp2(tl.where(i[None, :] < rows, logits, float("-inf"))), 1)
         tl.store(out_ptr + head.to(tl.int64) * num_tokens + first + t, sums * share, mask=t < count)
 
 
 def chunk_scores(queries: Tensor, keys: Tensor, *, chunk_tokens: int, scaling: float, shared: bool) -> Tensor:
-    """As `chunk_scores` or `shared_chunk_scores` in `__init__.py`, which checks arguments."""
+    """Compute `chunk_scores`, of shared queries or not; see `__init__.py`, which checks arguments."""
     num_kv_heads, group_size, num_queries, head_dim = queries.shape
     num_tokens, device = keys.shape[1], keys.device
     scores = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=device)

@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 def _run(name: str, device: torch.device, in_torch: partial[T]) -> T:
-    """A step counts one call of these ops (`TransformersModel.decode`), so they do not count theirs."""
+    """Run an op without counting it: a step counts one call of all of them (`TransformersModel.decode`)."""
     if planned_path("decoder_ops", device) in ("torch", "native"):
         return in_torch()
     return attempt("decoder_ops", lambda: launch(f"decoder_ops.triton_kernel.{name}", in_torch), in_torch)
 
 
 def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`residual + hidden`, and its RMSNorm.
+    """Compute `residual + hidden`, and its RMSNorm.
 
     Args: hidden, residual: `[B, N]`, contiguous; residual None: nothing is added. weight: `[N]`.
     Returns: the sum, and the norm.
@@ -39,13 +39,13 @@ def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 def add_norm_torch(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` in torch."""
+    """Compute `add_norm` in torch."""
     total = hidden if residual is None else residual + hidden
     return total, rms_norm(total, weight, eps)
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers' LlamaRMSNorm."""
+    """Compute transformers' LlamaRMSNorm."""
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(rows.dtype)
@@ -59,7 +59,7 @@ def rotate(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotary positions of one token's queries and keys, after an RMSNorm of each head if there is one.
+    """Apply rotary positions to one token's queries and keys, after an RMSNorm of each head if there is one.
 
     Args:
         queries: `[B, H D]`; keys, values `[B, H_kv D]`. A row may be a part of a longer one.
@@ -79,7 +79,7 @@ def rotate_torch(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotate` in torch."""
+    """Compute `rotate` in torch."""
     rotated = []
     for i, rows in enumerate((queries, keys)):
         heads = rows.reshape(len(rows), -1, cos.shape[1])
@@ -92,18 +92,18 @@ def rotate_torch(
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`. Args: `[B, n]`; a row may be a part of a longer one."""
+    """Compute `silu(gate) * up`. Args: `[B, n]`; a row may be a part of a longer one."""
     return _run("silu_product", gate.device, partial(silu_product_torch, gate, up))
 
 
 def silu_product_torch(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu_product` in torch."""
+    """Compute `silu_product` in torch."""
     return torch.nn.functional.silu(gate) * up
 
 
 def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
-    """The smallest weight that top_p selects, without putting the weights in order: the smallest number such
-    that those above it sum up to less than the goal.
+    """Find the smallest weight that top_p selects, without sorting: the smallest number such that the weights
+    above it sum to less than the goal.
 
     Args: weights: float64 `[B, V]`, contiguous, at least 0; goal: float64 `[B, 1]`, above 0.
     Returns: float64 `[B, 1]`; any number for a row with weights that are not finite.
@@ -112,7 +112,7 @@ def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
 
 
 def nucleus_torch(weights: Tensor, goal: Tensor) -> Tensor:
-    """`nucleus` in torch, which puts them in order."""
+    """Compute `nucleus` in torch, by sorting."""
     ordered = weights.sort(dim=1, descending=True).values
     before = ordered.cumsum(1) - ordered
     number = (before < goal).sum(1, keepdim=True).clamp(min=1)

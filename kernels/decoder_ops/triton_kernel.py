@@ -102,10 +102,10 @@ def _nucleus_kernel(
     weight_ptr, goal_ptr, sums_before_ptr, lows_before_ptr, sums_ptr, lows_ptr, n, chunk, shift,
     DIGIT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of this block's weights above each of 16 candidates, `[row, block, 16]`.
+    """Sum this block's weights above each of 16 candidates, `[row, block, 16]`.
 
-    A weight is its bits, which are in the same order. `lows_before` has the digits above `shift` + 4 of the
-    largest number above which the weights sum up to the goal; `sums_before` says what the next digit is.
+    Weights are compared by their bits, which have the same order. `lows_before` has the digits above `shift`
+    + 4 of the largest number above which the weights sum up to the goal; `sums_before` gives the next digit.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     way = tl.arange(0, _WAYS)
@@ -116,7 +116,7 @@ def _nucleus_kernel(
     low = tl.load(lows_before_ptr + row) + (digit << (shift + DIGIT_BITS))
     tl.store(lows_ptr + row, low, mask=block == 0)
     candidate = low + (way.to(tl.int64) << shift)
-    # the first digit's larger candidates have a sign, and no weight is above them
+    # the first digit's larger candidates have the sign bit set, so no weight is above them
     candidate = tl.where(candidate < low, _LARGEST, candidate)
     sums = tl.zeros([_WAYS], tl.float64)
     end = tl.minimum((block + 1) * chunk, n)
@@ -152,11 +152,11 @@ def rotate(
     """See `kernels.decoder_ops.rotate`."""
     num_rows, head_dim = cos.shape
     given = (queries, keys, values)
-    made = [its.new_empty(num_rows, its.shape[1] // head_dim, head_dim) for its in given]
+    made = [tensor.new_empty(num_rows, tensor.shape[1] // head_dim, head_dim) for tensor in given]
     num_heads, num_kv_heads = made[0].shape[1], made[1].shape[1]
     of_queries, of_keys, eps = norms if norms is not None else (cos, cos, 0.0)
     _rotate_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
-        *given, cos, sin, of_queries, of_keys, *made, eps, *(its.stride(0) for its in given), num_heads,
+        *given, cos, sin, of_queries, of_keys, *made, eps, *(tensor.stride(0) for tensor in given), num_heads,
         num_kv_heads,
         D=head_dim, BLOCK=triton.next_power_of_2(head_dim), HAS_NORM=norms is not None, num_warps=1,
     )  # fmt: skip
@@ -178,8 +178,8 @@ def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
     num_rows, size = weights.shape
     blocks, ways = _NUCLEUS_BLOCKS.value, _WAYS.value
     chunk = triton.cdiv(triton.cdiv(size, blocks), _NUCLEUS_TILE.value) * _NUCLEUS_TILE.value
-    # Each launch reads what the one before has written: the first one finds digit 0 of nothing. Sums of
-    # blocks beyond the vocabulary stay zero.
+    # Each launch reads what the previous one has written; the first one finds digit 0 and reads nothing. Sums
+    # of blocks beyond the vocabulary stay zero.
     sums = weights.new_zeros(2, num_rows, blocks, ways)
     # both begin at 16 bytes, so that the kernel is compiled once
     lows = torch.zeros(2, num_rows + num_rows % 2, dtype=torch.int64, device=weights.device)

@@ -15,7 +15,7 @@ from kvferry.kernels.torch_attention import attend_rows
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
-    """softmax(scaling * q K^T) V, or as `Softmax` says.
+    """Compute softmax(scaling * q K^T) V, or as `Softmax` says.
 
     Args: as in `kernels`.
         keys, values: `[H_kv, n, D]`, n >= 1; rows contiguous, heads at any stride (a slice of a longer

@@ -34,7 +34,7 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
         super().__init__("dense_decode", shape, base, empty=empty)
 
     def size(self) -> None:
-        """See `SlotBatch.size`: it depends on nothing else."""
+        """See `SlotBatch.size`: the memory depends on nothing else."""
 
     def scratch(self, num_slots: int) -> SplitWorkspace:
         """See `SlotBatch.scratch`."""

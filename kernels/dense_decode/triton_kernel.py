@@ -37,14 +37,14 @@ from kvferry.kernels.split_attention import (
 )
 
 MIN_SPLIT_BYTES = 32 << 10
-"""K and V bytes of a split at least."""
+"""The least K and V bytes of a split."""
 MAX_REGISTERS = 128
 """Per thread: an SM then fits 16 warps, `CTAS_PER_SM` programs of four. Without a limit the compiler spills
 registers to fit more programs than shared memory allows."""
 MORE_REGISTERS = 168
-"""Of larger tiles: an SM then fits 12 warps, three programs of four. Fewer spill on sm_90."""
+"""With larger tiles: an SM then fits 12 warps, three programs of four. Fewer spill on sm_90."""
 MOST_REGISTERS = 255
-"""Of tiles of 128 channels: two programs of an SM have all of a tile's loads under way."""
+"""With tiles of 128 channels: two programs of an SM have all of a tile's loads under way."""
 
 _SCRATCH_BYTES = 2 << 10
 
@@ -99,7 +99,7 @@ def dense_decode_batch(
     workspace: SplitWorkspace,
     output: Tensor,
 ) -> None:
-    """softmax(scaling * q K^T) V, or as `Softmax` says, for one new token of every sequence of a batch.
+    """Compute softmax(scaling * q K^T) V, or as `Softmax` says, for one new token per sequence of a batch.
 
     One launch.
 
@@ -135,7 +135,7 @@ def dense_decode_batch(
 
 
 def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scaling) -> Tensor:
-    """One sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
+    """Run one sequence of `dense_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads = queries.shape[0]
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
     dense_decode_batch(
@@ -152,7 +152,7 @@ def dense_decode(queries: Tensor, keys: Tensor, values: Tensor, *, scaling: Scal
 
 
 def block_tokens(queries: Tensor, block_d: int) -> int:
-    """Rows per tile: the most with which a multiprocessor of the queries' device has two programs.
+    """Return the rows per tile: the most with which a multiprocessor of the queries' device has two programs.
 
     A program has two stages of K and V in shared memory, the queries and some scratch. The interpreter has
     larger tiles, because its cost is per operation, not per element.
@@ -166,12 +166,12 @@ def block_tokens(queries: Tensor, block_d: int) -> int:
 
 
 def decode_warps(block_d: int) -> int:
-    """Warps per program: with four, an accumulator of 256 channels does not fit in the registers."""
+    """Choose warps per program: with four, an accumulator of 256 channels does not fit in the registers."""
     return 8 if block_d > 128 else 4
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The dtype of `tl.dot`'s operands: the interpreter multiplies bfloat16 wrongly."""
+    """Return the dtype of `tl.dot`'s operands: the interpreter multiplies bfloat16 wrongly."""
     if dtype == torch.float16:
         return tl.float16
     return tl.bfloat16 if dtype == torch.bfloat16 and not interpreting() else tl.float32

@@ -46,7 +46,7 @@ from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6
 MAX_OFFSET, MIN_OFFSET, CHANNEL_STRIDE, PAGE_SIZE, NUM_CHANNELS, NUM_TOKENS = range(ROW_FIELDS, FIELDS)
-"""Columns: Kmax and Kmin of the first page and channel, elements between channels, P, k1, k2."""
+"""Columns: offsets of Kmax and Kmin of the first page and channel, elements between channels, P, k1, k2."""
 BLOCK_PAGES = 128
 """Pages that one program scores."""
 SCORING_PER_SM = 2
@@ -54,11 +54,12 @@ SCORING_PER_SM = 2
 On an H200 those of a batch of eight took 26 microseconds when a few had to wait, 22 when none had to
 (benchmarks/results/gpu/2026-11-28/call-5)."""
 BLOCKS_A_PROGRAM = 8
-"""Blocks that one of them scores at most, so that a long sequence among many short ones has more of them."""
+"""The most blocks that one program scores, so that a long sequence among many short ones has more
+programs."""
 MAX_ROWS = 1 << 21
-"""Rows of a head are counted in so many bits."""
+"""A head has fewer rows than this: kernels count them in 21 bits."""
 LEAST_TOKENS = 16
-"""Of a batch's tokens: kernels are compiled once for numbers that 16 divides, and once for others."""
+"""For a batch's tokens: kernels are compiled once for numbers that 16 divides, and once for others."""
 LEAST_CHANNELS = 16
 EMPTY_HEAD = [int(column == PAGE_SIZE) for column in range(FIELDS)]
 """A head without rows. Its page size is 1, because kernels divide by it."""
@@ -98,7 +99,7 @@ class SparseSize(NamedTuple):
 
     @classmethod
     def of(cls, rows: SparseRows) -> SparseSize:
-        """For one sequence at its full length."""
+        """Return the sizes for one sequence at its full length."""
         return cls(
             max_pages=in_buckets(rows.page_max.shape[1], least=BLOCK_PAGES),
             max_tokens=in_buckets(min(rows.num_tokens, rows.keys.shape[1]), least=LEAST_TOKENS),
@@ -109,13 +110,13 @@ class SparseSize(NamedTuple):
 
     @classmethod
     def of_all(cls, sizes: Iterable[SparseSize]) -> SparseSize:
-        """For all of these, at least one."""
+        """Return the sizes for all of these, of which there is at least one."""
         return cls(*map(max, zip(*sizes, strict=True)))
 
     @classmethod
     def every_kernel(cls, head_dim: int, max_rows: int) -> list[SparseSize]:
-        """Sizes that between them launch every kernel that sequences of up to `max_rows` rows can need,
-        whatever their budgets: those that score pages differ by channels, those that select by pages."""
+        """Return sizes that together launch every kernel that sequences of up to `max_rows` rows can need,
+        whatever their budgets: scoring kernels differ by channels, selecting ones by pages."""
         least = cls(BLOCK_PAGES, LEAST_TOKENS, LEAST_CHANNELS, pages_of_one=True, larger_pages=False)
         most = min(in_buckets(max_rows, least=BLOCK_PAGES), MAX_PAGES)
         selecting = [least._replace(max_pages=pages) for pages in _doubling(BLOCK_PAGES, most)]
@@ -154,7 +155,7 @@ class HsaScratch:
 
     @classmethod
     def of(cls, size: SparseSize, output: Tensor) -> HsaScratch:
-        """Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
+        """Allocate a batch's scratch. Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
         *heads, group_size, _ = output.shape
         num_heads, device = math.prod(heads), output.device
         blocks, num_splits = -(-size.max_pages // BLOCK_PAGES), choose_num_splits(num_heads, device)
@@ -175,12 +176,12 @@ _LEAST_SIZE = SparseSize(1, 1, 1, pages_of_one=True, larger_pages=False)
 
 
 def is_too_long(rows: SparseRows) -> bool:
-    """Whether a sequence has more pages, or rows, than one program can select from."""
+    """Return whether a sequence has more pages, or rows, than one program can select from."""
     return rows.page_max.shape[1] > MAX_PAGES or rows.keys.shape[1] >= MAX_ROWS
 
 
 def sparse_fields(base: Tensor, rows: SparseRows) -> Fields:
-    """As `row_fields`, for this kernel's descriptors."""
+    """Return `row_fields` for this kernel's descriptors."""
     first, step = row_fields(base, rows, rows.page_max, rows.page_min)
     first += [rows.page_max.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
     return first, [*step, 0, 0, 0, 0]
@@ -277,7 +278,7 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
 
 
 def _rank_together(members: Mapping[int, SparseRows], step: NewTokens) -> dict[int, RankedQueries]:
-    """By slot: `rank_channels` of all sequences that read equally many channels, by one call."""
+    """Return `rank_channels` by slot, with one call for all sequences that read equally many channels."""
     found: dict[int, RankedQueries] = {}
     queries = step.queries
     num_kv_heads = queries.shape[1]

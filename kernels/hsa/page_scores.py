@@ -19,7 +19,7 @@ from kvferry.kernels.split_attention import load_queries
 
 @triton.jit
 def _head(heads_ptr, bh, FIELDS: tl.constexpr):
-    """A head's descriptor, and of it length, P and k1."""
+    """Load a head's descriptor: its address, length, P and k1."""
     entry = heads_ptr + bh * FIELDS
     length, page_size, num_channels = tl.load(entry + 2), tl.load(entry + 6), tl.load(entry + 7)
     return entry, length.to(tl.int32), page_size.to(tl.int32), num_channels.to(tl.int32)
@@ -29,7 +29,7 @@ def _head(heads_ptr, bh, FIELDS: tl.constexpr):
 def _rank_channels(
     query_ptr, bh, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Of each channel: its rank by sum_G |q|, the lowest first among equals, and sum_G q: `[BLOCK_D]` each.
+    """Return each channel's rank by sum_G |q| (the lowest wins ties), and its sum_G q: `[BLOCK_D]` each.
 
     Compares all pairs, which is faster than a sort. Channels at D and beyond rank last. A NaN counts as
     infinity, because ranks become addresses: they must be a permutation.
@@ -48,7 +48,7 @@ def _rank_channels(
 def _temperature(
     query_ptr, bh, kept, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """SparQ's `sqrt(|q_I1|_1 / |q|_1)` of each query head, 1 for a head that is zero on I1: `[BLOCK_G]`."""
+    """Return each query head's `sqrt(|q_I1|_1 / |q|_1)` (SparQ), 1 if it is zero on I1: `[BLOCK_G]`."""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     size = tl.abs(load_queries(query_ptr, bh, g, d, G, D, tl.float32))
     whole = tl.sum(size, 1)
@@ -90,7 +90,8 @@ def _write_scores(
     score_ptr, partial_ptr, bh, block, num_blocks, max_pages, logits, p, there, count,
     G: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Pages' logits `[BLOCK_G, BLOCK_P]`, and maximum and sum of exponentials, of `count` tokens a page."""
+    """Write pages' logits `[BLOCK_G, BLOCK_P]`, their maximum and sum of exponentials for `count` tokens a
+    page."""
     g = tl.arange(0, BLOCK_G)
     logits = tl.where(there[None, :], logits, float("-inf"))
     highest = tl.max(logits, 1)
@@ -127,7 +128,7 @@ def _score_pages_kernel(
         q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0).to(DOT)
         extreme = tl.where(positive, tl.load(entry + 3), tl.load(entry + 4))
         start = tl.multiple_of(extreme + channel * tl.load(entry + 5), ALIGN)
-        # a bound of unknown divisibility would turn wide loads into two-byte ones
+        # a bound of unknown divisibility would turn wide loads into two-byte loads
         readable = tl.multiple_of(tl.cdiv(num_pages, ALIGN) * ALIGN, ALIGN)
         for block in range(program, tl.cdiv(num_pages, BLOCK_P), num_programs):
             p = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -137,7 +138,7 @@ def _score_pages_kernel(
                 other=0.0,
             )  # fmt: skip
             if APPEND:
-                # this block's copy of the newest page, whatever of the fold below is in memory already
+                # this block's own copy of the newest page: some of the fold below may be in memory already
                 new = tl.load(new_key_ptr + bh * D + channel, mask=chosen, other=0.0)[:, None]
                 better = (positive[:, None] & (new > estimate)) | (~positive[:, None] & (new < estimate))
                 starts = length - 1 == last_page * page_size
@@ -159,7 +160,7 @@ def _score_pages_kernel(
                 G,
                 BLOCK_G,
             )
-        if APPEND:  # noqa: SIM102, a constant: without it nothing of the branch is compiled
+        if APPEND:  # noqa: SIM102, a constant: where it is false, nothing of the branch is compiled
             if last_page // BLOCK_P % num_programs == program:
                 key = _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)
                 _fold(arena_ptr, entry, key, length - 1, last_page, D, BLOCK_D)

@@ -25,9 +25,9 @@ def _page_keys(
     score_ptr, partial_ptr, bh, p, num_pages, block_pages, max_pages, num_blocks,
     G: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Each page's share of one token, mean over the group, as an integer of the same order; -1 beyond.
+    """Return each page's share of one token, mean over the group, as an integer of the same order; -1 beyond.
 
-    A score that is not finite counts as 0: its bits would be no number of that order.
+    A score that is not finite counts as 0: its bits do not have that order.
     """
     b = tl.arange(0, BLOCK_B)
     used = b < tl.cdiv(num_pages, block_pages)

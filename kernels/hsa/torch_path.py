@@ -40,17 +40,17 @@ class RankedQueries:
     below: Tensor
 
     def heads(self, start: int, stop: int) -> RankedQueries:
-        """Those of KV heads `start` to `stop`."""
+        """Return the queries of KV heads `start` to `stop`."""
         return RankedQueries(
             channels=self.channels[start:stop], queries=self.queries[start:stop], below=self.below[start:stop]
         )
 
 
 def rank_channels(queries: Tensor, *, num_channels: int, scaling: float) -> RankedQueries:
-    """The first part of step 2 of Algorithm 1, for the KV heads of one sequence or of several.
+    """Rank the channels for KV heads of one or several sequences: the first part of step 2 of Algorithm 1.
 
-    With so few numbers the time is that of loading an operator's code: of two equal ones, the one that the
-    step has used already is faster.
+    With so few numbers, loading an operator's code takes most of the time: of two equivalent operators, the
+    one that the step has already used is faster.
 
     Args: queries `[H_kv, G, D]`.
     """
@@ -59,10 +59,10 @@ def rank_channels(queries: Tensor, *, num_channels: int, scaling: float) -> Rank
     channels = top_indices(magnitudes.sum(1), num_channels)
     index = channels.unsqueeze(1).expand(-1, q.shape[1], -1)
     q_kept = q.gather(2, index)
-    # a sum of -0.0 has only zeros, with which the extreme does not matter
+    # a sum of -0.0 has only zeros, so that the choice of extreme does not matter
     below = q_kept.sum(1).signbit()
     # scaling / temperature, the temperature sqrt(|q_I1|_1 / |q|_1); a head that is zero on I1 has logits of
-    # zero with any temperature but zero
+    # zero at any temperature except zero
     l1_kept = torch.linalg.vector_norm(q_kept, 1, -1, True).add_(MIN_MAGNITUDE)
     shrink = torch.div(l1_kept, magnitudes.sum(-1, keepdim=True)).rsqrt_().mul_(scaling)
     return RankedQueries(channels=channels, queries=q_kept.mul_(shrink), below=below)
@@ -78,7 +78,7 @@ def select_tokens(
     num_tokens: int,
     rows: ChannelRows | None = None,
 ) -> Tensor:
-    """The rest of step 2: int64 `[H_kv, k2]`, in no particular order.
+    """Select tokens, the rest of step 2: int64 `[H_kv, k2]`, in no particular order.
 
     Args: page_max, page_min: of at least the first `length` rows; rows: `ChannelRows.of` them.
     """
@@ -123,7 +123,7 @@ class ChannelRows:
 
     @classmethod
     def of(cls, page_max: Tensor, page_min: Tensor) -> ChannelRows | None:
-        """None unless they are stored channel by channel, evenly spaced in one storage."""
+        """View extremes as rows; None unless stored channel by channel, evenly spaced in one storage."""
         num_kv_heads, num_pages, head_dim = page_max.shape
         head_stride, page_stride, row = page_max.stride()
         if page_stride != 1 or row < num_pages or page_min.stride() != page_max.stride():
@@ -138,7 +138,7 @@ class ChannelRows:
         return cls(rows=page_max.as_strided((size, num_pages), (row, 1)), first=first, apart=apart // row)
 
     def gather(self, channels: Tensor, below: Tensor, *, num_pages: int) -> Tensor:
-        """Some channels' extremes `[H_kv, k1, pages]`. Args: as of `RankedQueries`."""
+        """Gather some channels' extremes `[H_kv, k1, pages]`. Args: as of `RankedQueries`."""
         index = torch.add(channels + self.first, below, alpha=self.apart)
         rows = self.rows.narrow(1, 0, num_pages)
         return rows.index_select(0, index.view(-1)).view(*channels.shape, num_pages)
@@ -157,7 +157,7 @@ class CacheViews:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor) -> CacheViews:
-        """Args: `[H_kv, cap, D]`, and `[H_kv, ceil(cap / P), D]`."""
+        """Make the views. Args: `[H_kv, cap, D]`, and `[H_kv, ceil(cap / P), D]`."""
         return cls(channels=ChannelRows.of(page_max, page_min), rows=JointRows.of(keys, values))
 
 
@@ -175,7 +175,7 @@ def attend(
     ranked: RankedQueries | None = None,
     views: CacheViews | None = None,
 ) -> Tensor:
-    """Steps 2 and 3 of Algorithm 1 over exactly the rows given.
+    """Run steps 2 and 3 of Algorithm 1 over exactly the rows given.
 
     Args: page_max, page_min: of at least these rows; ranked: `rank_channels` of the queries, if known
     already;

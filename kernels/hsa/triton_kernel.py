@@ -75,7 +75,7 @@ def score_pages(
     new_keys: Tensor | None,
     new_values: Tensor | None,
 ) -> None:
-    """The first launch of `append_and_attend_batch`, or two if page sizes are both 1 and larger.
+    """Run the first launch of `append_and_attend_batch`; two if page sizes are both 1 and larger.
 
     On an H200 eight warps take 1.4 times as long as four for a batch of eight, and as long for one and for 64
     (benchmarks/results/gpu/2026-11-27/call-4).
@@ -105,7 +105,7 @@ def score_pages(
 
 
 def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
-    """The second launch of `append_and_attend_batch`: `scratch.tokens` and `counts` from its scores."""
+    """Run the second launch of `append_and_attend_batch`: `scratch.tokens` and `counts` from the scores."""
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
     block_p = max(triton.next_power_of_2(max_pages), 128)
     _select_tokens_kernel[(heads.shape[0],)](
@@ -120,7 +120,7 @@ def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
 def attend_selected(
     queries: Tensor, arena: Tensor, heads: Tensor, scratch: HsaScratch, *, scaling: Scaling, output: Tensor
 ) -> None:
-    """The third launch of `append_and_attend_batch`: exact attention to `scratch.tokens`."""
+    """Run the third launch of `append_and_attend_batch`: exact attention to `scratch.tokens`."""
     group_size, head_dim = queries.shape[2:]
     block_d = _block_d(head_dim)
     block_n = block_tokens(queries, block_d)
@@ -156,7 +156,7 @@ def attend(
     num_tokens: int,
     scaling: Scaling,
 ) -> Tensor:
-    """One sequence of `append_and_attend_batch`, all its rows written; `__init__.py` checks arguments."""
+    """Run one sequence of `append_and_attend_batch`, all its rows written; `__init__.py` checks arguments."""
     rows = SparseRows(
         keys=keys,
         values=values,

@@ -17,7 +17,7 @@ from kvferry.kernels.kivi.rows import KiviRows
 def kivi_decode(
     queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor, *, scaling: float
 ) -> Tensor:
-    """Softmax attention of one new token over quantised rows and the new tokens, itself included.
+    """Compute the softmax attention of one new token over quantised rows and the new tokens, itself included.
 
     Args, returns, raises: as in `kernels`.
     """

@@ -49,15 +49,15 @@ class KiviScratch:
 
 
 def kivi_fields(base: Tensor, rows: QuantisedRows) -> Fields:
-    """As `row_fields`, for this kernel's descriptors."""
+    """Return `row_fields` for this kernel's descriptors."""
     quantised, start = rows.quantised, base.data_ptr()
     first, step = row_fields(base, rows, quantised.keys, quantised.values)
     codes, scales = quantised.codes, quantised.scales
     first.append(quantised.keys.shape[1])
     first += [(codes.data_ptr() - start) // WORD_BYTES, (scales.data_ptr() - start) // HEADER_BYTES]
     # tensors without elements have no address
-    for its, column in zip((quantised.keys, quantised.values, codes, scales), _OFFSETS, strict=True):
-        first[column] = first[column] if its.numel() else 0
+    for tensor, column in zip((quantised.keys, quantised.values, codes, scales), _OFFSETS, strict=True):
+        first[column] = first[column] if tensor.numel() else 0
     step += [0, codes.stride(0) // WORD_BYTES, scales.stride(0)]
     return [*first, quantised.codes.shape[1], quantised.bits], [*step, 0, 0]
 
@@ -109,7 +109,7 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
             "left_values": quantised.values,
         }
         # tensors without elements have no address
-        there = {name: its for name, its in parts.items() if its.numel()}
+        there = {name: part for name, part in parts.items() if part.numel()}
         return super()._problem(rows) or alignment_problem(**there)
 
     def _launch(

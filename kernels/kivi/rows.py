@@ -21,7 +21,7 @@ GROUP_TOKENS = 32
 WORD_BITS = 32
 """Kernels load codes as words of this many bits."""
 TILE_GROUPS = 32
-"""Groups of each head that are float32 at a time: 1,024 tokens."""
+"""Groups of each head that are expanded to float32 at a time: 1,024 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,12 @@ class KiviRows:
 
     @property
     def num_rows(self) -> int:
-        """n."""
+        """The number of rows, n."""
         return self.codes.shape[1] * GROUP_TOKENS + self.keys.shape[1]
 
     @property
     def problem(self) -> str | None:
-        """Why no batched kernel can attend to them, None if one can."""
+        """The reason why no batched kernel can attend to these rows; None if one can."""
         if self.latent_dim:
             return "rows are latent"
         row_bits = self.keys.shape[2] * self.bits
@@ -79,7 +79,7 @@ class KiviRows:
 def kivi_shapes(
     num_rows: int, *, num_kv_heads: int, head_dim: int, bits: int, is_latent: bool = False
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of `KiviRows`: codes, scales, and keys or values. Latent rows have no V codes and scales.
+    """Return the shapes of `KiviRows`: codes, scales, and keys or values. Latent rows have none of V.
 
     Raises: ValueError: another width.
     """
@@ -138,7 +138,8 @@ def kivi_quantise(keys: Tensor, values: Tensor, bits: int, *, latent_dim: int = 
 
 
 def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
-    """K and V `[H_kv, n, D]` in the dtype of the unquantised rows; codes become `s code + min` in float32."""
+    """Return K and V `[H_kv, n, D]` in the unquantised rows' dtype; codes become `s code + min` in
+    float32."""
     num_kv_heads, num_left, head_dim = rows.keys.shape
     grouped = rows.num_rows - num_left
     keys = torch.empty(num_kv_heads, grouped, head_dim, device=rows.codes.device)
@@ -154,13 +155,14 @@ def kivi_dequantise(rows: KiviRows) -> tuple[Tensor, Tensor]:
 
 
 def key_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """A tile's first token; K codes `[H_kv, t, D, 32]`, their scales and minima `[H_kv, t, D]`, float32."""
+    """Iterate over tiles: the tile's first token; K codes `[H_kv, t, D, 32]`, their scales and minima
+    `[H_kv, t, D]`, float32."""
     return _tiles(rows, rows.keys.shape[2], GROUP_TOKENS, 0, 0)
 
 
 def value_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """A tile's first token; V codes `[H_kv, t, 32, D]`, their scales and minima `[H_kv, t, 32]`, float32. Of
-    latent rows there are none."""
+    """Iterate over tiles: the tile's first token; V codes `[H_kv, t, 32, D]`, their scales and minima
+    `[H_kv, t, 32]`, float32. Latent rows have none."""
     head_dim = rows.keys.shape[2]
     key_bytes = head_dim * value_row_bytes(rows.bits, GROUP_TOKENS)
     return iter(()) if rows.latent_dim else _tiles(rows, GROUP_TOKENS, head_dim, key_bytes, 2 * head_dim)
@@ -169,7 +171,7 @@ def value_tiles(rows: KiviRows) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
 def _tiles(
     rows: KiviRows, num_rows: int, row_codes: int, first_byte: int, first_scale: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Args: num_rows, row_codes: of a group; first_byte, first_scale: where they begin in it."""
+    """Yield tiles. Args: num_rows, row_codes: of a group; first_byte, first_scale: where they begin in it."""
     row_bytes = value_row_bytes(rows.bits, row_codes)
     octets = rows.codes[:, :, first_byte : first_byte + num_rows * row_bytes]
     headers = rows.scales[:, :, first_scale : first_scale + 2 * num_rows]

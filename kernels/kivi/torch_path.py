@@ -14,8 +14,8 @@ from kvferry.kernels.kivi.rows import GROUP_TOKENS, KiviRows, key_tiles, value_t
 def attend(
     queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor, *, scaling: float
 ) -> Tensor:
-    """`q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c` and `sum_t (p_t s_t) code_t + sum_t p_t min_t`:
-    codes are never scaled. Args: as of `kivi_decode`."""
+    """Compute `q . k = sum_c (s_c q_c) code_c + sum_c min_c q_c` and
+    `sum_t (p_t s_t) code_t + sum_t p_t min_t`: codes are never scaled. Args: as of `kivi_decode`."""
     left_keys = torch.cat([rows.keys, new_keys], dim=1)
     left_values = torch.cat([rows.values, new_values], dim=1)
     scaled = queries.float() * scaling
@@ -36,14 +36,14 @@ def attend(
         output += tile @ minima.flatten(1)[:, :, None]
     if rows.latent_dim:
         for start, *of_keys in key_tiles(rows):
-            shared = (its[:, :, : rows.latent_dim] for its in of_keys)
+            shared = (part[:, :, : rows.latent_dim] for part in of_keys)
             tile = probabilities[:, :, start : start + of_keys[0].shape[1] * GROUP_TOKENS]
             output += _latent_values(tile, *shared)
     return output.to(queries.dtype)
 
 
 def _latent_values(probabilities: Tensor, codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
-    """`sum_t p_t (s_c code_ct + min_c)` of a tile of latent rows: float32 `[H_kv, G, R]`.
+    """Compute `sum_t p_t (s_c code_ct + min_c)` of a tile of latent rows: float32 `[H_kv, G, R]`.
 
     Args: probabilities `[H_kv, G, 32 t]`; codes `[H_kv, t, R, 32]`, their scales and minima `[H_kv, t, R]`.
     """

@@ -48,7 +48,7 @@ _HEADER_ALIGN = tl.constexpr(ALIGNMENT_BYTES // 2)
 
 @triton.jit
 def _unpack(words, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """`1 + code / 2^b` of words `[ROWS, WORDS]`, by their places: float32 `[ROWS, 32 * WORDS / b]`."""
+    """Unpack words `[ROWS, WORDS]` to `1 + code / 2^b`, by their places: float32 `[ROWS, 32 * WORDS / b]`."""
     shift = 8 * tl.arange(0, 4)[:, None] + BITS * tl.arange(0, 8 // BITS)[None, :]
     fields = (words[:, :, None, None] >> shift[None, None]) & ((1 << BITS) - 1)
     floats = ((fields << (23 - BITS)) | 0x3F800000).to(tl.float32, bitcast=True)
@@ -57,7 +57,7 @@ def _unpack(words, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _scaled(units, scale, minimum, BITS: tl.constexpr):
-    """`s code + min` of `1 + code / 2^b`."""
+    """Turn `1 + code / 2^b` into `s code + min`."""
     step = scale * (1 << BITS)
     return units * step + (minimum - step)
 
@@ -67,7 +67,7 @@ def _key_tile(
     word_ptr, scale_ptr, codes, scales, first, num_groups, BITS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """K of some groups, float32 `[GROUPS * 32, BLOCK_D]`, zero beyond D and in groups that there are not."""
+    """Load K of some groups, float32 `[GROUPS * 32, BLOCK_D]`, zero beyond D and in missing groups."""
     # word by word, because a channel has too few for a wide load
     w, x = tl.arange(0, GROUPS * BLOCK_D * BITS), tl.arange(0, GROUPS * BLOCK_D)
     group, word = first + w // (BLOCK_D * BITS), w % (BLOCK_D * BITS)
@@ -89,7 +89,7 @@ def _value_tile(
     word_ptr, scale_ptr, codes, scales, first, num_groups, BITS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """V of some groups, float32 `[GROUPS * 32, BLOCK_D]`, channels as `_channels` has them."""
+    """Load V of some groups, float32 `[GROUPS * 32, BLOCK_D]`, channels in the order of `_channels`."""
     w, x = tl.arange(0, BLOCK_D * BITS // 32), tl.arange(0, GROUPS * _GROUP)
     group, token = first + x // _GROUP, x % _GROUP
     ok = group < num_groups
@@ -105,7 +105,7 @@ def _value_tile(
 
 @triton.jit
 def _channels(BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The channel at each place of V's tile, and whether there is one: `[BLOCK_D]`."""
+    """Return the channel at each place of V's tile, and whether there is one: `[BLOCK_D]`."""
     place = tl.arange(0, BLOCK_D)
     if D == BLOCK_D:
         return place, place < D
@@ -134,7 +134,8 @@ def _attend_rows(
 
 @triton.jit
 def _parts(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
-    """Of heads: groups of codes, rows left over, new rows, and in which tiles the last two begin and end."""
+    """Return heads' groups of codes, rows left over, new rows, and the tiles where the last two begin and
+    end."""
     entry = heads_ptr + h * FIELDS
     length = tl.load(entry + 2, mask=ok, other=0).to(tl.int32)
     # a head without a length has no prompt either
@@ -147,7 +148,8 @@ def _parts(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr):
 
 @triton.jit
 def _coded_tiles(heads_ptr, h, ok, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr):
-    """As `row_tiles`. Heads of another width are another launch's; those without a length are every one's."""
+    """Count tiles as `row_tiles`. Another launch takes heads of another width; every launch takes heads
+    without a length."""
     _, _, length, _, _, num_tiles = _parts(heads_ptr, h, ok, BLOCK_N, FIELDS)
     mine = ok & ((length == 0) | (tl.load(heads_ptr + h * FIELDS + 9, mask=ok, other=0) == BITS))
     return tl.where(mine, num_tiles, 0), mine
@@ -214,7 +216,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of_arena(cls, base: Tensor, codes: Tensor) -> Buffers:
-        """Args: the arena in the rows' dtype, and as uint8."""
+        """Make the buffers of an arena. Args: the arena in the rows' dtype, and as uint8."""
         return cls(codes.view(torch.int32), codes.view(torch.float16), base, base, base, base)
 
 
@@ -229,7 +231,7 @@ def kivi_decode_batch(
     workspace: SplitWorkspace,
     output: Tensor,
 ) -> None:
-    """Attention of one new token of every sequence of a batch whose codes have one width, in one launch.
+    """Attend with one new token of every sequence of a batch whose codes have one width, in one launch.
 
     Args:
         queries: contiguous `[B, H_kv, G, D]`.
@@ -257,10 +259,10 @@ def kivi_decode_batch(
 def kivi_decode(
     queries: Tensor, rows: KiviRows, new_keys: Tensor, new_values: Tensor, *, scaling: float
 ) -> Tensor:
-    """One sequence of `kivi_decode_batch`; `__init__.py` checks arguments."""
+    """Run one sequence of `kivi_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads, _, head_dim = queries.shape
     codes, scales = rows.codes, rows.scales
-    places = [(its.stride(0), its.shape[1]) for its in (new_keys, rows.keys, codes, scales)]
+    places = [(tensor.stride(0), tensor.shape[1]) for tensor in (new_keys, rows.keys, codes, scales)]
     (new_step, num_new), (left_step, num_left), (code_step, num_groups), (scale_step, _) = places
     per_head = [new_step, new_values.stride(0), 0, left_step, left_step, 0, code_step // 4, scale_step, 0, 0]
     fixed = torch.tensor([0, 0, num_new, 0, 0, num_left, 0, 0, num_groups, rows.bits])
@@ -280,7 +282,8 @@ def kivi_decode(
 
 
 def block_groups(bits: int, block_d: int) -> int:
-    """Groups per tile: as many as give each thread 16 bytes of K's codes, at most two, or registers spill.
+    """Return the groups per tile: as many as give each thread 16 bytes of K's codes, at most two, because
+    registers would spill.
 
     The interpreter has larger tiles, because its cost is per operation.
     """

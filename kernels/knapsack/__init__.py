@@ -21,8 +21,8 @@ def take_increments(
     """Return how many increments each unit gets. One after another, an increment is taken if it fits what is
     left, gains something and follows the unit's last one.
 
-    Up to the first that does not fit all are taken. Less is left then than the largest cost, and each later
-    one takes the smallest at least, so few are taken after it.
+    All increments up to the first that does not fit are taken. What is left then is less than the largest
+    cost, and each later increment takes at least the smallest cost, so few are taken after it.
 
     Args:
         order: int64 `[H, S U]`; an increment's number is its step times U plus its unit. A unit's increments
@@ -43,20 +43,20 @@ def take_increments(
 def take_increments_torch(
     order: Tensor, gained: Tensor, costs: tuple[int, ...], budgets: Tensor, num_units: int
 ) -> Tensor:
-    """`take_increments` in torch. Args: at least one increment."""
+    """Compute `take_increments` in torch. Args: at least one increment."""
     num_items, device = order.shape[1], order.device
     cost_of = costs_on(costs, device)
     taken = cost_of[order // num_units]
     gains = gained > 0
     fits = (taken.cumsum(dim=1) <= budgets[:, None]) & gains
     left = budgets - (taken * fits).sum(dim=1)
-    # where in the order each unit's increments are, and one more that is never reached
+    # the places of each unit's increments in the order, and one more that is never reached
     places = torch.full((len(order), len(costs) + 1, num_units), num_items, device=device)
     places.flatten(1).scatter_(1, order, torch.arange(num_items, device=device).expand_as(order))
     levels = (places < fits.sum(dim=1)[:, None, None]).sum(dim=1)
     num_gaining = gains.sum(dim=1, keepdim=True)
     for _ in range((max(costs) - 1) // min(costs)):
-        # of each unit the next increment; of these the first that fits
+        # the next increment of each unit; of these the first that fits
         cost, place = cost_of[levels], places.gather(1, levels[:, None])[:, 0]
         first, unit = place.masked_fill(cost > left[:, None], num_items).min(dim=1, keepdim=True)
         found = first < num_gaining

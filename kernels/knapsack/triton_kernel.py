@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _increments(order_ptr, gained_ptr, cost_ptr, i, num_items, num_units):
-    """Of increments i of a head's order: step, unit, cost and gain; a gain of 0 beyond the last one."""
+    """Load increments i of a head's order: step, unit, cost and gain; a gain of 0 beyond the last one."""
     number = tl.load(order_ptr + i, mask=i < num_items, other=0)
     gained = tl.load(gained_ptr + i, mask=i < num_items, other=0.0)
     step = number // num_units
@@ -46,7 +46,7 @@ def _take_increments_kernel(
         tl.debug_barrier()
         i = start + tl.arange(0, BLOCK)
         step, unit, cost, gained = _increments(order_ptr, gained_ptr, cost_ptr, i, num_items, num_units)
-        # past the first-level cache: atomics write beyond it
+        # bypasses the first-level cache, because atomics write beyond it
         level = tl.load(levels_ptr + unit, cache_modifier=".cg")
         fits = (cost <= left) & (gained > 0) & (level == step)
         first = tl.min(tl.where(fits, i, start + BLOCK), 0)

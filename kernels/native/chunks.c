@@ -3,28 +3,14 @@
 #include "attention.h"
 
 /* Queries and columns of a tile of products, whose sums stay in registers. */
-#ifdef __AVX512F__
-#define WIDTH 16
-#define TILE_ROWS 8
-#else
-#define WIDTH LANES
-#define TILE_ROWS 4
-#endif
+#define TILE_ROWS (WIDTH == LANES ? 4 : 8)
 #define TILE_COLUMNS (2 * WIDTH)
-
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
 
 /* The rows of one head: from the first one, and numbers from a row to the next. */
 typedef struct {
     const float *first;
     int64_t stride;
 } matrix;
-
-INLINE wide load_wide(const float *from) {
-    wide its;
-    memcpy(&its, from, sizeof its);
-    return its;
-}
 
 /* logits[r, 0 .. TILE_COLUMNS] = rows[r] . columns, with columns [D, stride]. */
 INLINE void multiply(const float *const *rows, const float *columns, int64_t D, float *logits, int64_t stride) {

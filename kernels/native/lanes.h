@@ -1,4 +1,5 @@
-/* Vectors of LANES float32 numbers, which the compiler makes instructions of for its machine. */
+/* Vectors of LANES float32 numbers, and of WIDTH where sums stay in registers, which the compiler makes
+ * instructions of for its machine. */
 
 #ifndef KVFERRY_LANES_H
 #define KVFERRY_LANES_H
@@ -14,15 +15,29 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 8
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH LANES
+#endif
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float half_lanes __attribute__((vector_size(2 * LANES)));
 typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t short_lanes __attribute__((vector_size(2 * LANES)));
 typedef uint8_t byte_lanes __attribute__((vector_size(LANES)));
+typedef float wide __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t int_wide __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t short_wide __attribute__((vector_size(2 * WIDTH)));
 
 INLINE lanes load(const float *from) {
     lanes its;
+    memcpy(&its, from, sizeof its);
+    return its;
+}
+
+INLINE wide load_wide(const float *from) {
+    wide its;
     memcpy(&its, from, sizeof its);
     return its;
 }

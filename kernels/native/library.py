@@ -27,12 +27,12 @@ import torch
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-pthread", "-shared", "-fPIC")
 COMPILE_S = 60.0
 CACHE = Path(".cache") / "kvferry" / "native"
 """In the user's home."""
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""`decoder.c`'s numbers of weights' dtypes."""
+"""`products.h`'s numbers of weights' dtypes."""
 _TOLERANCE = 1e-5
 _Check = Callable[[], dict[str, float]]
 _checks: list[_Check] = []
@@ -41,9 +41,11 @@ _HEADS = (_pointer, _int, _int, _pointer, _int)
 _PACKED = (_pointer, _int, _pointer, _int)
 _STEP = (_int, _int, _pointer, _pointer, _pointer, _float, _pointer)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "project": (None, (_pointer, _int, *[_pointer] * 8)),
-    "finish": (None, (_pointer, _int, *[_pointer] * 4)),
-    "logits": (None, (_pointer, _pointer, _int, *[_pointer] * 3)),
+    "multiply": (None, (_pointer, _int, _int, _pointer, _pointer)),
+    "project": (None, (_pointer, _int, _int, *[_pointer] * 8)),
+    "finish": (None, (_pointer, _int, _int, *[_pointer] * 4)),
+    "logits": (None, (_pointer, _pointer, _int, _int, *[_pointer] * 3)),
+    "attend_in_threads": (ctypes.c_int, (_pointer, _int, *_HEADS, *_PACKED, *_STEP)),
     "attend": (ctypes.c_int, (*_HEADS, *_STEP)),
     "attend_sparse": (ctypes.c_int, (*_HEADS, *_STEP)),
     "attend_packed": (ctypes.c_int, (*_HEADS, *_PACKED, *_STEP)),
@@ -53,7 +55,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (*[_pointer] * 3, *[_int] * 5, ctypes.c_int, _int, _int, _float, _pointer),
     ),
 }
-"""What the library's functions return and take, without their prefix."""
+"""The return and argument types of the library's functions, by name without prefix."""
 
 
 class Norm(ctypes.Structure):
@@ -63,7 +65,7 @@ class Norm(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """`product` of `decoder.c`."""
+    """`product` of `products.h`."""
 
     _fields_ = [("weight", _pointer), ("bias", _pointer), ("rows", _int), ("columns", _int), ("kind", _int)]
 
@@ -92,13 +94,13 @@ _compared = _Compared()
 
 
 def is_compared() -> bool:
-    """Whether this thread compares a library with torch: batches run it, whatever is configured."""
+    """Return whether this thread compares a library with torch: batches then use it in any case."""
     return _compared.library is not None
 
 
 @functools.lru_cache(maxsize=1)
 def find_library() -> ctypes.CDLL | NativeUnavailable:
-    """The library, or why there is none. Compiled at the first call."""
+    """Return the library, or why there is none. It is compiled at the first call."""
     try:
         return load(_compiled())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -106,15 +108,22 @@ def find_library() -> ctypes.CDLL | NativeUnavailable:
 
 
 def library() -> ctypes.CDLL:
-    """The library. Raises: NativeUnavailable."""
+    """Return the library. Raises: NativeUnavailable."""
     found = _compared.library or find_library()
     if isinstance(found, NativeUnavailable):
         raise found
     return found
 
 
+def in_threads(name: str) -> Callable[..., int]:
+    """Return an attention of the library that runs the heads of a batch in several threads."""
+    found = library()
+    function = ctypes.cast(getattr(found, name), ctypes.c_void_p).value
+    return functools.partial(found.kvferry_attend_in_threads, function)
+
+
 def is_available() -> bool:
-    """Whether this machine has the library."""
+    """Return whether this machine has the library."""
     return not isinstance(find_library(), NativeUnavailable)
 
 
@@ -147,14 +156,15 @@ def register_check(errors: _Check) -> _Check:
 
 
 def has_halves() -> bool:
-    """Whether the library reads float16. Raises: NativeUnavailable."""
+    """Return whether the library reads float16. Raises: NativeUnavailable."""
     return bool(library().kvferry_kinds() >> KINDS[torch.float16] & 1)
 
 
 def _compiled() -> Path:
-    """The compiled file, made if it is not there. Raises: NativeUnavailable, OSError, SubprocessError."""
+    """Return the compiled file, made if it is missing. Raises: NativeUnavailable, OSError,
+    SubprocessError."""
     files = sorted(FOLDER.glob("*.[ch]"))
-    parts = [*(its.read_bytes() for its in files), repr((FLAGS, _processor())).encode()]
+    parts = [*(file.read_bytes() for file in files), repr((FLAGS, _processor())).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     folder = _folder()
     path = folder / f"decoder-{key}.so"
@@ -164,17 +174,17 @@ def _compiled() -> Path:
             raise NativeUnavailable(f"there is no C compiler: none of {', '.join(COMPILERS)}")
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / path.name
-            sources = [str(its) for its in files if its.suffix == ".c"]
+            sources = [str(file) for file in files if file.suffix == ".c"]
             command = [compiler, *FLAGS, "-o", str(made), *sources, "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
             if done.returncode:
                 raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-            made.replace(path)  # whole, for processes that start at the same time
+            made.replace(path)  # atomically, for processes that start at the same time
     return path
 
 
 def _folder() -> Path:
-    """A folder that only this user can write to. Raises: NativeUnavailable, OSError."""
+    """Return a folder that only this user can write to. Raises: NativeUnavailable, OSError."""
     try:
         folder = Path.home() / CACHE
         for each in (*reversed(folder.parents), folder):
@@ -204,7 +214,7 @@ def is_safe(folder: Path) -> bool:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home may be shared by machines."""
+    """Describe what `-march=native` depends on: machines may share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -20,7 +20,7 @@ from kvferry.kernels.packed.layer import PackedLayer
 from kvferry.kernels.quarantine import attempt
 
 BAD_CHANNELS, BAD_POSITIONS, BAD_SCALES, BAD_HALVES = 1, 2, 4, 8
-"""The faults of a head, to be added."""
+"""The faults of a head, which are added up."""
 _INDEX_FAULT = "{name} of head {head} must be distinct, ascending by width and below {limit}"
 _SCALES_FAULT = "scales of head {head} must be finite and positive, and minima finite"
 _HALVES_FAULT = "what head {head} keeps at 16 bits must be finite"
@@ -64,22 +64,22 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
 
 
 def _refuse(packed: PackedLayer, num_prompt_tokens: int, found: Sequence[int]) -> None:
-    """Args: found: for each head, a sum of faults."""
+    """Raise the first fault, if any. Args: found: for each head, a sum of faults."""
     for fault, name, limit in (
         (BAD_CHANNELS, "channels", packed.layout.head_dim),
         (BAD_POSITIONS, "positions", num_prompt_tokens),
     ):
-        for head, its in enumerate(found):
-            if its & fault:
+        for head, faults in enumerate(found):
+            if faults & fault:
                 raise ValueError(_INDEX_FAULT.format(name=name, head=head, limit=limit))
     for fault, message in ((BAD_SCALES, _SCALES_FAULT), (BAD_HALVES, _HALVES_FAULT)):
-        for head, its in enumerate(found):
-            if its & fault:
+        for head, faults in enumerate(found):
+            if faults & fault:
                 raise ValueError(message.format(head=head))
 
 
 def check_in_torch(packed: PackedLayer, num_prompt_tokens: int) -> None:
-    """The checks in torch. Raises: ValueError: as the result of `begin_packed_check`."""
+    """Run the checks in torch. Raises: ValueError: as the result of `begin_packed_check`."""
     names = ("channels", "positions", "key_scales", "key_minima", "value_scales", "value_minima", "values_16")
     of_heads = zip(*map(operator.attrgetter(*names), packed.heads), strict=True)
     channels, positions, key_scales, key_minima, value_scales, value_minima, halves = of_heads
@@ -121,16 +121,16 @@ def _check_index(name: str, parts: tuple[Tensor, ...], counts: Sequence[Sequence
 
 def _check_scales(scales: tuple[Tensor, ...], minima: tuple[Tensor, ...]) -> None:
     """Require scales above 0, and finite scales and minima."""
-    scale, minimum = (torch.cat([its.flatten() for its in parts]) for parts in (scales, minima))
+    scale, minimum = (torch.cat([part.flatten() for part in parts]) for parts in (scales, minima))
     # float16 values: no code times a scale is beyond float32
     bad = ~((scale > 0) & scale.isfinite() & minimum.isfinite())
-    head = _first_head(bad, [its.numel() for its in scales])
+    head = _first_head(bad, [part.numel() for part in scales])
     if head is not None:
         raise ValueError(_SCALES_FAULT.format(head=head))
 
 
 def _first_head(bad: Tensor, sizes: Sequence[int]) -> int | None:
-    """The head of the first bad element, None if there is none. Args: sizes: elements of each head."""
+    """Return the head of the first bad element; None if there is none. Args: sizes: elements of each head."""
     if not bool(bad.any()):
         return None
     stops = list(itertools.accumulate(sizes))
@@ -153,7 +153,7 @@ class _HostRead:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
-        """The values, on the host."""
+        """Wait for the values, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.cpu()

@@ -29,7 +29,7 @@ def _is_finite(x):
 
 @triton.jit
 def _count_bad_index(index_ptr, seen_ptr, i, n, limit, first_4, first_8, first_16):
-    """How many of some indexes are out of range, repeated, or not above the one before in their width."""
+    """Count the indexes that are out of range, repeated, or not above the one before in their width."""
     inside = i < n
     number = tl.load(index_ptr + i, mask=inside, other=0).to(tl.int32)
     before = tl.load(index_ptr + i - 1, mask=inside & (i > 0), other=-1).to(tl.int32)
@@ -88,7 +88,7 @@ def _check_kernel(
         )
         scales += bad
         largest_of_values = tl.maximum(largest_of_values, highest)
-    # K words of 16 bits: the last of each block
+    # K words of 16-bit channels: the last ones of each block
     for block in range(part, tl.cdiv(n, 128), parts):
         lanes = tl.minimum((n - block * 128 + 7) // 8, 16)
         base = tl.load(row + 9) + block * (16 * (c2 + 2 * c4 + 4 * c8 + 8 * c16))
@@ -118,7 +118,7 @@ def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
     num_heads, head_dim = len(packed.heads), layout.head_dim
     (entries,) = packed_entries([packed], buffer)
     start, size_bytes = layout.kinds["index"]
-    # int32, whatever they are stored as: the kernel is compiled once
+    # int32, whatever they are stored as, so that the kernel is compiled once
     positions = buffer[start : start + size_bytes].view(position_dtype(layout.num_tokens)).to(torch.int32)
     for h, regions in enumerate(layout.regions):
         region = regions["positions"]
@@ -134,7 +134,7 @@ def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
 
 
 def faults(found: Tensor) -> Tensor:
-    """Each head's faults, added, and the bits of its largest scale of K and of V as float32, 0 without one.
+    """Combine each head's faults, and the float32 bits of its largest scale of K and of V, 0 without one.
 
     Args: found: of `begin`, on the host.
     Returns: int32 `[H_kv, 3]`.

@@ -2,7 +2,7 @@
 
 `key_words.py` defines the order of the codes. Codes below 16 bits become float32 in that order and are
 multiplied by the queries times their group's scales: the few products are reordered, not the codes. A block's
-codes are multiplied by the queries of both of its groups, of which each product is one's.
+codes are multiplied by the queries of both of its groups; each product belongs to one group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Blocks = tuple[Tensor, int]
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Tokens, padding included; `plan_key_products` computes products for padding too."""
+    """Count tokens including padding; `plan_key_products` computes products for padding too."""
     return -(-num_tokens // 8) * 8
 
 
@@ -74,12 +74,12 @@ def plan_key_products(
 
 
 def _groups_of_block(lanes: int) -> int:
-    """Groups of a block that has padding in its last lane, or none."""
+    """Count the groups of a block, whether or not its last lane has padding."""
     return num_groups(8 * lanes)
 
 
 def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[list[Blocks]]:
-    """A head's blocks in runs that fit into a tile, with their scales and minima."""
+    """Divide a head's blocks into runs that fit into a tile with their scales and minima."""
     headers = 2 * num_groups(BLOCK_TOKENS) * sum(num_channels[:3])
     left = max_blocks = tile_rows(BLOCK_TOKENS * sum(num_channels) + headers)
     runs: list[list[Blocks]] = [[]]
@@ -95,7 +95,7 @@ def _runs(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[l
 
 
 def _plan_headers(tiles: Tiles, scales: Tensor, minima: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """A run's scales and minima times the queries.
+    """Plan the products of a run's scales and minima with the queries.
 
     Returns: float32 `[groups, G, c]`, the queries times each group's scales; `[G, groups]`, what its minima
         add to the products of its tokens.
@@ -114,7 +114,7 @@ def _plan_headers(tiles: Tiles, scales: Tensor, minima: Tensor, queries: Tensor)
 def _plan_fields(
     tiles: Tiles, segments: Sequence[Blocks], width: int, weights: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """One width below 16 bits.
+    """Plan the products of one width below 16 bits.
 
     Args: segments: its bytes of each block; weights `[groups, G, c_w]`; addend: added to the products, the
         target itself or a number for each group `[G, groups]`; target `[G, tokens of the blocks]`, out.
@@ -129,8 +129,8 @@ def _plan_fields(
         of_blocks = weights[group:last].view(num_blocks, halves * group_size, count)
         for codes, out in zip(fields.unbind(), products.unbind(), strict=True):
             tiles.then(torch.bmm, of_blocks, codes, out=out)
-        # [fields of a byte, blocks, groups, G, w / 2, R, bytes of a word], of which each group has its rows:
-        # of width 2 the words' low or high bytes, of others the first or second half of the words
+        # [fields of a byte, blocks, groups, G, w / 2, R, bytes of a word]; each group has its own rows: at
+        # width 2 the words' low or high bytes, at others the first or second half of the words
         if width == 2:
             parts = products.view(per_byte, num_blocks, halves, group_size, 1, lanes, halves, 2 // halves)
             of_groups = parts.diagonal(0, 2, 6)
@@ -151,7 +151,8 @@ def _plan_fields(
 def _plan_halves(
     tiles: Tiles, segments: Sequence[Blocks], queries: Tensor, addend: Tensor, target: Tensor
 ) -> None:
-    """16 bits, which are in the tokens' order. Args: queries `[G, c_w]`; others as `_plan_fields`."""
+    """Plan the products of 16 bits, which are in the tokens' order. Args: queries `[G, c_w]`; others as
+    `_plan_fields`."""
     count, start = queries.shape[1], 0
     floats = tiles.floats(count, target.shape[1])
     for blocks, lanes in segments:

@@ -31,24 +31,25 @@ GROUP_TOKENS = BLOCK_TOKENS // 2
 
 
 def block_runs(num_tokens: int) -> list[tuple[int, int]]:
-    """Runs of equal blocks as (number of blocks, R): the full ones, if any, then the short one, if any."""
+    """List runs of equal blocks as (number of blocks, R): the full ones, if any, then the short one, if
+    any."""
     full, rest = divmod(num_tokens, BLOCK_TOKENS)
     runs = [(full, LANES)] if full else []
     return [*runs, (1, -(-rest // 8))] if rest else runs
 
 
 def num_groups(num_tokens: int) -> int:
-    """Groups of one head's tokens."""
+    """Count the groups of one head's tokens."""
     return -(-num_tokens // GROUP_TOKENS)
 
 
 def groups_of_block(lanes: int) -> int:
-    """Groups of a block of R = lanes; both halves of one that has two are of 4 R tokens, padding counted."""
+    """Count the groups of a block of R = lanes; of two, each has 4 R tokens, padding included."""
     return num_groups(8 * lanes)
 
 
 def groups_of(tokens: Tensor, num_tokens: int) -> Tensor:
-    """The group of each token. Args: tokens int64, below `num_tokens`. Returns: int64."""
+    """Return the group of each token. Args: tokens int64, below `num_tokens`. Returns: int64."""
     full, rest = divmod(num_tokens, BLOCK_TOKENS)
     block = tokens // BLOCK_TOKENS
     row = tokens % BLOCK_TOKENS // torch.where(block < full, LANES, -(-rest // 8))
@@ -56,13 +57,13 @@ def groups_of(tokens: Tensor, num_tokens: int) -> Tensor:
 
 
 def key_code_bytes(num_channels: Sequence[int], num_tokens: int) -> int:
-    """Bytes of one head's K words. Args: num_channels: of each width in `WIDTHS`."""
+    """Count the bytes of one head's K words. Args: num_channels: of each width in `WIDTHS`."""
     two, four, eight, sixteen = num_channels
     return -(-num_tokens // 8) * (2 * two + 4 * four + 8 * eight + 16 * sixteen)
 
 
 def key_blocks(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> list[tuple[Tensor, int]]:
-    """One head's words as runs of equal blocks: uint8 `[num_blocks, block bytes]`, and their R."""
+    """View one head's words as runs of equal blocks: uint8 `[num_blocks, block bytes]`, and their R."""
     lane_bytes = key_code_bytes(num_channels, 8)
     runs, byte = [], 0
     for num_blocks, lanes in block_runs(num_tokens):
@@ -73,7 +74,7 @@ def key_blocks(words: Tensor, num_channels: Sequence[int], num_tokens: int) -> l
 
 
 def pack_key_words(codes: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """One head's K words.
+    """Pack one head's K words.
 
     Args: codes: for each width in `WIDTHS`, `[c_w, n]`: uint8 codes, and float16 values for 16.
     Returns: uint8 `[key_code_bytes]`.
@@ -95,7 +96,7 @@ def pack_key_words(codes: Sequence[Tensor], num_tokens: int) -> Tensor:
 def key_tiles(
     words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """One head's codes, at most `max_blocks` blocks at a time.
+    """Yield one head's codes, at most `max_blocks` blocks at a time.
 
     Args: words uint8 `[key_code_bytes]`.
     Yields: the tile's first token, and float32 `[c, tokens of the tile]` as `unpack_key_blocks` gives them,
@@ -110,12 +111,12 @@ def key_tiles(
 
 
 def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int, tokens: Tensor) -> Tensor:
-    """Some tokens' codes; only the words that contain them are read.
+    """Gather some tokens' codes; only the words that contain them are read.
 
     Args: words uint8 `[key_code_bytes]`; tokens int64 `[k]`, ascending.
     Returns: float32 `[c, k]`, channels in their packed order; 16-bit channels come as their values.
     """
-    # a head of which nothing is kept has no blocks
+    # a head that keeps nothing has no blocks
     gathered, start = [torch.zeros(sum(num_channels), 0, device=words.device)], 0
     for blocks, lanes in key_blocks(words, num_channels, num_tokens):
         stop = start + len(blocks) * 8 * lanes
@@ -126,7 +127,7 @@ def gather_key_codes(words: Tensor, num_channels: Sequence[int], num_tokens: int
 
 
 def _gather_from_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int, tokens: Tensor) -> Tensor:
-    """Args: blocks uint8 `[num_blocks, block bytes]`; tokens counted from the first block's first."""
+    """Gather codes. Args: blocks uint8 `[num_blocks, block bytes]`; tokens counted from the blocks' first."""
     block, within = tokens // (8 * lanes), tokens % (8 * lanes)
     codes = torch.empty(sum(num_channels), len(tokens), dtype=torch.float32, device=blocks.device)
     byte, channel = 0, 0
@@ -151,7 +152,8 @@ def _gather_from_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int,
 def half_tiles(
     words: Tensor, num_channels: Sequence[int], num_tokens: int, *, max_blocks: int
 ) -> Iterator[Tensor]:
-    """The 16-bit channels of `key_tiles` alone: float32 `[c_16, tokens of the tile]`, padding left out."""
+    """Yield only the 16-bit channels of `key_tiles`: float32 `[c_16, tokens of the tile]`, without
+    padding."""
     count, start = num_channels[3], 0
     for blocks, lanes in key_blocks(words, num_channels, num_tokens) if count else ():
         for tile in torch.split(blocks[:, blocks.shape[1] - 16 * count * lanes :], max_blocks):
@@ -161,7 +163,7 @@ def half_tiles(
 
 
 def unpack_key_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int) -> Tensor:
-    """Some blocks' codes as float32, channels in their packed order; 16-bit channels come as their values.
+    """Unpack some blocks' codes to float32, channels in packed order; 16-bit channels come as their values.
 
     Args: blocks uint8 `[num_blocks, block bytes]`, all of R = lanes.
     Returns: float32 `[c, num_blocks * 8 R]`, the last block's padding tokens included.
@@ -189,7 +191,7 @@ def unpack_key_blocks(blocks: Tensor, num_channels: Sequence[int], lanes: int) -
 
 
 def _pack_width(rows: Tensor, width: int, num_blocks: int, lanes: int) -> Tensor:
-    """`[c, num_blocks * 8 R]` of one width -> uint8 `[num_blocks, c * width * R]`."""
+    """Pack one width: `[c, num_blocks * 8 R]` -> uint8 `[num_blocks, c * width * R]`."""
     count = rows.shape[0]
     if width == 16:
         halves = rows.view(count, num_blocks, 8, lanes).permute(1, 0, 2, 3).contiguous()

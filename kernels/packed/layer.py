@@ -56,7 +56,8 @@ class PackedHead:
     positions: Tensor
 
     def dequantise_keys(self, codes: Tensor, tokens: Tensor) -> Tensor:
-        """K of some tokens: `s code + min` with the scale and minimum of a channel and the token's group.
+        """Dequantise K of some tokens: `s code + min`, with scale and minimum by channel and the token's
+        group.
 
         Args: codes float32 `[c, k]`, channels in packed order, written over; tokens int64 `[k]`.
         """
@@ -85,13 +86,13 @@ class PackedLayer:
         2^SCALE_EXPONENT): int64 `[H_kv, 2]`, on the host. `begin_packed_check` computes them, so that a batch
         takes the layer without reading scales."""
         one = torch.ones((), device=self.buffer.device)
-        scales = [its.float() for head in self.heads for its in (head.key_scales, head.value_scales)]
-        largest = torch.stack([its.max() if its.numel() else one for its in scales])
+        scales = [part.float() for head in self.heads for part in (head.key_scales, head.value_scales)]
+        largest = torch.stack([part.max() if part.numel() else one for part in scales])
         return self.exponents_of(largest.cpu().view(-1, 2))
 
     @staticmethod
     def exponents_of(largest_scales: Tensor) -> Tensor:
-        """`scale_exponents` of each head's largest scales, float32 `[H_kv, 2]` on the host."""
+        """Return `scale_exponents` for each head's largest scales, float32 `[H_kv, 2]` on the host."""
         return (SCALE_EXPONENT - torch.frexp(largest_scales).exponent.long()).clamp(-100, 100)
 
 
@@ -123,7 +124,7 @@ def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:
 
 
 def packed_entries(layers: Sequence[PackedLayer], base: Tensor) -> Tensor:
-    """The places of all heads' regions as rows that Triton kernels read.
+    """Return the places of all heads' regions as rows that Triton kernels read.
 
     Returns: int64 `[layers, H_kv, ENTRY_FIELDS]` on the host; column 0 is 0.
 

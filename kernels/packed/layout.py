@@ -41,7 +41,7 @@ ENTRY_REGIONS = (
     "key_words", "channels", "key_scales", "key_minima", "value_scales", "value_minima",
     *(f"values_{width}" for width in WIDTHS),
 )  # fmt: skip
-"""The regions that kernels are given offsets of."""
+"""The regions whose offsets kernels are given."""
 OFFSET_BYTES = 2
 """The unit of these offsets: the regions are read as int16 or float16."""
 
@@ -76,7 +76,7 @@ class PackedLayout:
     """All regions of a layer.
 
     Attributes:
-        num_tokens: T, of which positions are.
+        num_tokens: T, the range of positions.
         heads: one entry a KV head.
         regions: for each head, its regions by the names of `PackedHead`.
         kinds: (offset, size in bytes with the padding between regions) of each kind; they tile the layer.
@@ -139,13 +139,13 @@ def _packed_layout(heads: tuple[HeadCounts, ...], head_dim: int, num_tokens: int
 
 
 def position_dtype(num_tokens: int) -> torch.dtype:
-    """Of positions in a prompt or segment of so many tokens."""
+    """Return the dtype of positions in a prompt or segment of so many tokens."""
     return torch.uint16 if num_tokens <= MAX_SHORT_POSITIONS else torch.int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The most that a layer may take whose bits are not known on the host.
+    """The most that a layer may take if its bits are not known on the host.
 
     Attributes: tokens: retained in a head; size_bytes: of the layer, a multiple of ALIGNMENT_BYTES.
     """
@@ -155,7 +155,7 @@ class Bound:
 
 
 def packed_bound(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head_dim: int) -> Bound:
-    """A bound on a layer before its bits are allocated, for admission and for its memory.
+    """Bound a layer's size before its bits are allocated, for admission and for its memory.
 
     Holds for every allocation in which each head's V has at most 16 B bits a channel, its K at most
     min(16 D, floor(16 B D / n)) bits a token summed over channels, where B = min(budget_tokens, num_tokens)
@@ -177,7 +177,7 @@ def packed_bound(*, num_tokens: int, budget_tokens: int, num_kv_heads: int, head
 def _head_shapes(
     head: HeadCounts, head_dim: int, num_tokens: int
 ) -> dict[Kind, list[tuple[str, tuple[int, ...], torch.dtype]]]:
-    """Names, shapes and dtypes of one head's regions by kind, in their order."""
+    """Return names, shapes and dtypes of one head's regions by kind, in their order."""
     coded_channels, coded_tokens = sum(head.channels[:3]), sum(head.tokens[:3])
     key_headers = (num_groups(head.num_tokens), coded_channels)
     codes: list[tuple[str, tuple[int, ...], torch.dtype]] = [

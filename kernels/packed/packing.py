@@ -46,7 +46,7 @@ class Packing:
 
 
 def pack_layer(keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor) -> PackedLayer:
-    """As `begin_packing` with bits that mean something and any number of tokens, and waits for the layer."""
+    """Pack like `begin_packing`, with valid bits and any number of tokens, and wait for the layer."""
     packing = begin_packing(keys, values, key_bits, value_bits)
     return packing.finish(packing.tensors)
 
@@ -106,17 +106,17 @@ def begin_packing(
 
 
 def _reported(report: Tensor, buffer: Tensor, head_dim: int, num_tokens: int, bound: Bound) -> PackedLayer:
-    """The layer at the beginning of a buffer. Args: report: see `triton_kernel.pack`."""
+    """View the layer at the beginning of a buffer. Args: report: see `triton_kernel.pack`."""
     *of_heads, (is_usable, fits, num_refused, *_) = report.tolist()
     if not is_usable:
         raise ValueError(_UNUSABLE)
-    if num_others := sum(its[8] for its in of_heads):
+    if num_others := sum(head[8] for head in of_heads):
         raise ValueError(f"bits of {num_others} channels and tokens are not one of {(0, *WIDTHS)}")
     if not fits:
         raise ValueError(f"the bits retain more than {bound.tokens} tokens or {bound.size_bytes} bytes")
     if num_refused:
         raise ValueError(_NOT_FINITE)
-    heads = [_head_counts(its[:4], its[4:8]) for its in of_heads]
+    heads = [_head_counts(head[:4], head[4:8]) for head in of_heads]
     layout = packed_layout(heads, head_dim, num_tokens=num_tokens)
     return view_packed_layer(layout, buffer[: layout.size_bytes])
 
@@ -131,7 +131,7 @@ def _head_counts(channels: Sequence[int], tokens: Sequence[int]) -> HeadCounts:
 def indexed_layer(
     keys: Tensor, values: Tensor, key_bits: Tensor, value_bits: Tensor, usable: Tensor | None = None
 ) -> PackedLayer:
-    """The first part of packing in torch: channels and positions are written, all else is zero."""
+    """Do the first part of packing in torch: channels and positions are written, all else is zero."""
     num_kv_heads, (num_tokens, head_dim) = len(keys), keys.shape[1:]
     counts = _counts(key_bits, value_bits, usable)
     heads = [
@@ -157,7 +157,7 @@ def indexed_layer(
 
 
 def fill_in_torch(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
-    """The rest of packing in torch: quantise and pack the channels and tokens in the layer's index."""
+    """Do the rest of packing in torch: quantise and pack the channels and tokens in the layer's index."""
     for h, head in enumerate(packed.heads):
         if head.counts.num_tokens:
             channels, positions = head.channels.long(), head.positions.long()
@@ -168,12 +168,14 @@ def fill_in_torch(packed: PackedLayer, keys: Tensor, values: Tensor) -> None:
 def _unsupported(keys: Tensor, values: Tensor) -> str | None:
     if keys.stride(2) != 1 or values.stride(2) != 1:
         return "rows of keys and values must be contiguous (stride 1 over D)"
-    of_keys, of_values = (shape_problem(its.dtype, 1, its.shape[2], its.device) for its in (keys, values))
+    of_keys, of_values = (
+        shape_problem(tensor.dtype, 1, tensor.shape[2], tensor.device) for tensor in (keys, values)
+    )
     return of_keys or of_values
 
 
 def _counts(key_bits: Tensor, value_bits: Tensor, usable: Tensor | None) -> list[tuple[int, int, int, int]]:
-    """How many units of each row have each width, read at once: of K's heads, then of V's.
+    """Count the units of each row that have each width, in one read: of K's heads, then of V's.
 
     Raises: ValueError: the bits mean nothing, or another width.
     """
@@ -202,7 +204,7 @@ def _all_widths(device: torch.device) -> Tensor:
 
 
 def _pack_keys(head: PackedHead, rows: Tensor) -> None:
-    """Args: rows `[c, n]`, channels and tokens in packed order."""
+    """Quantise and pack K. Args: rows `[c, n]`, channels and tokens in packed order."""
     counts, num_tokens = head.counts.channels, rows.shape[1]
     coded = sum(counts[:3])
     codes = torch.empty(coded, num_tokens, dtype=torch.uint8, device=rows.device)
@@ -224,7 +226,7 @@ def _pack_keys(head: PackedHead, rows: Tensor) -> None:
 
 
 def _pack_values(head: PackedHead, rows: Tensor) -> None:
-    """Args: rows `[n, D]`, tokens in packed order."""
+    """Quantise and pack V. Args: rows `[n, D]`, tokens in packed order."""
     counts = head.counts.tokens
     coded = sum(counts[:3])
     if coded:
@@ -239,7 +241,7 @@ def _pack_values(head: PackedHead, rows: Tensor) -> None:
 
 
 def _widths(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The width of each coded row. Args: counts: rows of each width."""
+    """Return the width of each coded row. Args: counts: rows of each width."""
     return torch.tensor(WIDTHS[:3]).repeat_interleave(torch.tensor(counts[:3])).to(device)
 
 

@@ -17,20 +17,20 @@ import triton.language as tl
 
 @triton.jit
 def _nearest(x):
-    """The nearest integer, half to even, of 0 <= x < 2^22."""
+    """Round 0 <= x < 2^22 to the nearest integer, half to even."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def codes_of(x, minimum, scale, LEVELS: tl.constexpr):
-    """Integers 0 .. LEVELS of x, `round((x - minimum) / scale)`."""
+    """Quantise x to integers 0 .. LEVELS: `round((x - minimum) / scale)`."""
     steps = _nearest(tl.div_rn(x - minimum, scale))
     return tl.minimum(tl.maximum(steps, 0.0), LEVELS).to(tl.int32)
 
 
 @triton.jit
 def _half_headers(lowest, highest, levels):
-    """As `quantise.half_headers`; products with a power of two are exact. Returns scale and minimum."""
+    """Compute `quantise.half_headers`; products with a power of two are exact. Returns scale and minimum."""
     nearest = lowest.to(tl.float16)
     below = (lowest - tl.abs(lowest) * 0.0009765625).to(tl.float16)
     minimum = tl.where(nearest.to(tl.float32) <= lowest, nearest, below)
@@ -41,13 +41,13 @@ def _half_headers(lowest, highest, levels):
 
 @triton.jit
 def _not_finite(x):
-    """Whether a value is infinite or NaN."""
+    """Return whether a value is infinite or NaN."""
     return (x == x) & (tl.abs(x) < float("inf")) == 0
 
 
 @triton.jit
 def _group_range(keys_ptr, ints_ptr, row, channel, inside, start, lanes, num_tokens, stride_row):
-    """The smallest and largest value of some channels in four rows of `lanes` tokens, the first `start`."""
+    """Return the range of some channels in four rows of `lanes` tokens from `start` on: lowest, highest."""
     i = tl.arange(0, 64)
     t = start + i // 16 * lanes + i % 16
     there = (i % 16 < lanes) & (t < num_tokens)
@@ -55,7 +55,7 @@ def _group_range(keys_ptr, ints_ptr, row, channel, inside, start, lanes, num_tok
     ok = there[:, None] & inside[None, :]
     at = position[:, None] * stride_row + channel[None, :]
     x = tl.load(keys_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    # a maximum ignores NaN, so NaN becomes infinity, which is refused
+    # a maximum ignores NaN, so NaN becomes infinity, which is refused later
     highest = tl.max(tl.where(ok, tl.where(x == x, x, float("inf")), float("-inf")), 0)
     lowest = tl.min(tl.where(ok, tl.where(x == x, x, float("-inf")), float("inf")), 0)
     return lowest, highest
@@ -66,10 +66,10 @@ def _pack_key_words(
     keys_ptr, words_ptr, ints_ptr, floats_ptr, row, base, before, first, count, coded, block, lanes,
     num_tokens, stride_row, BLOCK_C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The words of one block and width, with the scales and minima of its groups.
+    """Pack the words of one block and width, with the scales and minima of its groups.
 
-    Args: base: the block's first word; before: words per lane before the width's; first, count: its channels
-        in packed order; coded: all channels below 16 bits.
+    Args: base: the block's first word; before: words per lane before those of the width; first, count: its
+        channels in packed order; coded: all channels below 16 bits.
     Returns: how many of its values at 16 bits are not finite.
     """
     FIELDS: tl.constexpr = 16 // W
@@ -87,7 +87,7 @@ def _pack_key_words(
             lowest_2, highest_2 = _group_range(
                 keys_ptr, ints_ptr, row, channel, inside, token + 4 * lanes, lanes, num_tokens, stride_row
             )
-            # so short a rest is one group
+            # a rest this short is one group
             is_one = num_tokens - token <= 64
             lowest = tl.where(is_one, tl.minimum(lowest, lowest_2), lowest)
             highest = tl.where(is_one, tl.maximum(highest, highest_2), highest)
@@ -163,7 +163,7 @@ def _pack_rows(
     values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, start, rows, begin, end, stride_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Tokens begin .. end of the zone that starts at packed token `start`; rows: its offset in elements."""
+    """Pack tokens begin .. end of the zone that starts at packed token `start`; rows: its element offset."""
     for t0 in range(begin, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
         there = t < end
@@ -222,7 +222,7 @@ def _pack_values_kernel(
     start = 0
     for i in tl.static_range(4):
         if (kind == i) & (begin < end):
-            # coded rows are found by an offset of int16, counted in bytes here
+            # offsets of coded rows are in units of int16; here they are converted to bytes
             _pack_rows(
                 values_ptr, bytes_ptr, halves_ptr, ints_ptr, floats_ptr, row, start,
                 tl.load(row + 15 + i) * (2 if i < 3 else 1), begin, end, stride_row, D, BLOCK_D, BLOCK_T,
@@ -233,7 +233,7 @@ def _pack_values_kernel(
 
 @triton.jit
 def _refuse_kernel(halves_ptr, entries_ptr, refused_ptr, BLOCK: tl.constexpr):
-    """Add what is not finite among all heads' scales, minima and 16-bit rows of V, which lie side by side."""
+    """Count what is not finite among all heads' scales, minima and 16-bit rows of V, which are contiguous."""
     first, last = tl.load(entries_ptr + 11), tl.load(entries_ptr + 10)
     step = tl.num_programs(0) * BLOCK
     bad = tl.zeros([BLOCK], tl.int32)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _count_widths(bits_ptr, out_ptr, num_units, BLOCK: tl.constexpr):
-    """Store how many units have 2, 4, 8 and 16 bits; returns how many have another width, and not 0."""
+    """Store how many units have 2, 4, 8 and 16 bits; return how many have another width that is not 0."""
     i = tl.arange(0, BLOCK)
     two, four = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     eight, sixteen = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -100,9 +100,9 @@ def _place_kernel(
     fits = (size_bytes <= limit_bytes) & (tl.max(n, 0) <= max_tokens)
     tl.store(report_ptr + num_heads * COLUMNS, usable)
     tl.store(report_ptr + num_heads * COLUMNS + 1, fits.to(tl.int32))
-    # what packing refuses is added
+    # packing adds what it refuses
     tl.store(report_ptr + num_heads * COLUMNS + 2, 0)
-    # of a layer that is refused nothing is written
+    # nothing is written of a layer that is refused
     valid = (fits & (usable != 0) & (other == 0)).to(tl.int64)
     at = entries_ptr + h * FIELDS
     tl.store(at + 1, c2 * valid, mask=there)

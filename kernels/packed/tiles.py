@@ -42,11 +42,11 @@ def scratch(
     dtype: torch.dtype = torch.float32,
     first: int = 0,
 ) -> Tensor:
-    """This thread's memory of a name from an element on, zeros at first; requests for one name share it."""
+    """Return this thread's memory of a name, from an element on. It starts as zeros; equal names share it."""
     stop = first + math.prod(shape)
     area = _memory.areas.get((name, device, dtype))
     if area is None or area.shape[0] < stop:
-        # what is allocated in inference mode cannot be written to outside it
+        # memory allocated in inference mode cannot be written to outside it
         with torch.inference_mode(False):
             area = torch.zeros(max(stop, TILE_ELEMENTS), dtype=dtype, device=device)
         _memory.areas[name, device, dtype] = area
@@ -54,7 +54,7 @@ def scratch(
 
 
 def tile_rows(row_elements: int) -> int:
-    """How many rows of `row_elements` codes fit into a tile, at least one."""
+    """Return how many rows of `row_elements` codes fit into a tile, at least one."""
     return max(TILE_ELEMENTS // max(row_elements, 1), 1)
 
 
@@ -99,7 +99,7 @@ class Tiles:
             self._used = 0
 
     def floats(self, *shape: int) -> Tensor:
-        """Memory for codes as float32, to pass to `convert`."""
+        """Reserve memory for codes as float32, to pass to `convert`."""
         floats = scratch("floats", shape, self._device, first=self._used)
         self._used += floats.numel()
         return floats
@@ -110,7 +110,7 @@ class Tiles:
         self.tiles[-1].floats.append(floats)
 
     def fields(self, octets: Tensor, bits: int) -> Tensor:
-        """The fields of each byte, the lowest first, unshifted: each is its code times a power of two.
+        """Plan the fields of each byte, the lowest first, unshifted: each is its code times a power of two.
 
         Args: octets uint8; bits: 2, 4 or 8.
         Returns: float32 `[8 / w, *octets.shape]`, to multiply by `field_scales`.
@@ -134,14 +134,14 @@ class Tiles:
 
 @functools.cache
 def field_scales(bits: int, device: torch.device) -> Tensor:
-    """float32 `[8 / w, 1]`, the powers of two that make codes of `Tiles.fields`."""
+    """Return float32 `[8 / w, 1]`, the powers of two that turn `Tiles.fields` into codes."""
     with torch.inference_mode(False):
         return torch.tensor([[2.0**-shift] for shift in range(0, 8, bits)], device=device)
 
 
 @functools.cache
 def _masks(bits: int, ndim: int, device: torch.device) -> Tensor:
-    """uint8 `[8 / w, 1, ...]`, for bytes of `ndim` dimensions."""
+    """Return masks, uint8 `[8 / w, 1, ...]`, for bytes of `ndim` dimensions."""
     masks = [((1 << bits) - 1) << shift for shift in range(0, 8, bits)]
     with torch.inference_mode(False):
         return torch.tensor(masks, dtype=torch.uint8, device=device).view(-1, *[1] * ndim)

@@ -1,10 +1,10 @@
 """Laying out, quantising and packing a layer in Triton, without the host: six launches of these kernels and
 two sorts a layer.
 
-How many rows of each width there are is known on the device only. Memory and programs are therefore of a
-bound on them, and programs beyond the counts end at once. Heads have different numbers of tokens at different
-widths; what a program takes has about equal bytes. The result equals the torch path's bit by bit: ranges are
-exact, divisions and roundings are IEEE's.
+How many rows of each width there are is known only on the device. Memory and grids are therefore sized by a
+bound, and programs beyond the counts end at once. Heads have different numbers of tokens at different widths;
+what a program takes has about equal bytes. The result equals the torch path's bit by bit: ranges are exact,
+divisions and roundings are IEEE's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.kernels.packed.packing_kernels import (
 from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_kernel, _place_kernel
 
 ITEM_BYTES = 64 << 10
-"""Bytes of V that a program reads, about."""
+"""About how many bytes of V a program reads."""
 _CHUNK = 512
 """Tokens whose positions one program writes."""
 _REFUSING = 64
@@ -89,5 +89,5 @@ def pack(
 
 
 def _tile_tokens(block_d: int) -> int:
-    """Tokens per tile: 64 bytes of 16-bit rows for each of 128 threads; more in the interpreter."""
+    """Choose tokens per tile: 64 bytes of 16-bit rows for each of 128 threads; more in the interpreter."""
     return 128 if interpreting() else min(4096 // block_d, 64)

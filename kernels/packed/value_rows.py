@@ -15,12 +15,12 @@ from kvferry.kernels.packed.tiles import Tiles, field_scales, scratch, tile_rows
 
 
 def value_row_bytes(bits: int, head_dim: int) -> int:
-    """Bytes of one token's V codes: ceil(D / (8 / w))."""
+    """Count the bytes of one token's V codes: ceil(D / (8 / w))."""
     return -(-head_dim // (8 // bits))
 
 
 def pack_value_rows(codes: Tensor, bits: int) -> Tensor:
-    """Args: codes uint8 `[n, D]` below 2^bits. Returns: uint8 `[n, value_row_bytes]`."""
+    """Pack rows. Args: codes uint8 `[n, D]` below 2^bits. Returns: uint8 `[n, value_row_bytes]`."""
     num_tokens, head_dim = codes.shape
     per_byte = 8 // bits
     stride = -(-head_dim // per_byte)
@@ -33,7 +33,7 @@ def pack_value_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_value_rows(packed: Tensor, bits: int, head_dim: int) -> Tensor:
-    """Args: packed uint8 `[n, value_row_bytes]`. Returns: the codes as float32 `[n, D]`."""
+    """Unpack rows. Args: packed uint8 `[n, value_row_bytes]`. Returns: the codes as float32 `[n, D]`."""
     num_tokens, stride = packed.shape
     codes = torch.empty(num_tokens, 8 // bits, stride, dtype=torch.float32, device=packed.device)
     for p in range(8 // bits):
@@ -99,7 +99,7 @@ def _plan_fields(tiles: Tiles, weights: Tensor, packed: Tensor, bits: int, outpu
 
 
 def _plan_rows(tiles: Tiles, weights: Tensor, rows: Sequence[Tensor], output: Tensor) -> None:
-    """Tokens whose codes fill whole elements. Args: rows: bytes or halves, `[n, D]` each."""
+    """Plan products of tokens whose codes are elements. Args: rows: bytes or halves, `[n, D]` each."""
     head_dim = output.shape[1]
     num_tokens, max_tokens = sum(map(len, rows)), tile_rows(head_dim)
     for start in range(0, num_tokens, max_tokens):

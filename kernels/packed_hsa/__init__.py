@@ -47,7 +47,7 @@ class PageCodes:
     step: Tensor
 
     def encode(self, head: int, channels: Tensor, keys: Tensor) -> Tensor:
-        """Codes of some channels' keys. Args: channels int64 `[c]`; keys float32 `[c, n]`. Returns: uint8."""
+        """Encode some channels' keys. Args: channels int64 `[c]`; keys float32 `[c, n]`. Returns: uint8."""
         step = self.step[head, channels, None]
         codes = (keys - self.low[head, channels, None]) / step.where(step > 0, torch.inf)
         return codes.round_().clamp_(0, _LARGEST).to(torch.uint8)
@@ -129,7 +129,7 @@ def attend(
     num_tokens: int,
     scaling: float,
 ) -> Tensor:
-    """`hsa.attend` over each head's packed tokens, dequantised, followed by the new rows.
+    """Run `hsa.attend` over each head's packed tokens, dequantised, followed by the new rows.
 
     Args: as in `kernels`; m >= 1, the newest row last.
         pages: valid for n_h + m tokens.
@@ -171,7 +171,7 @@ def attend(
 def _attend_to(
     queries: Tensor, head: PackedHead, chosen: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> Tensor:
-    """Attention of one head's queries float32 `[G, D]`, already scaled, to chosen tokens, int64 ascending:
+    """Attend with one head's queries float32 `[G, D]`, already scaled, to chosen tokens, int64 ascending:
     float32 `[G, D]`."""
     num_kept = head.counts.num_tokens
     kept, new = chosen[chosen < num_kept], chosen[chosen >= num_kept] - num_kept

@@ -46,14 +46,14 @@ class PackedHsaBatch(TriZoneBatch):
         assert isinstance(rows, SparsePackedRows), f"rows are {type(rows).__name__}; they must have pages"
         pages = rows.pages
         first, step = row_fields(self._base, rows)
-        for its in (pages.highest, pages.lowest):
-            first.append(its.data_ptr() - self._codes.data_ptr())
-            step.append(its.stride(0))
+        for tensor in (pages.highest, pages.lowest):
+            first.append(tensor.data_ptr() - self._codes.data_ptr())
+            step.append(tensor.stride(0))
         first += [pages.highest.stride(2), rows.page_size, rows.num_channels, rows.num_tokens]
         step += [0] * 4
-        for its in (pages.low, pages.step):
-            first.append((its.data_ptr() - self._base.data_ptr()) // its.element_size())
-            step.append(its.stride(0))
+        for tensor in (pages.low, pages.step):
+            first.append((tensor.data_ptr() - self._base.data_ptr()) // tensor.element_size())
+            step.append(tensor.stride(0))
         return first, step
 
     def _attend_one(self, layer: int, slot: int, rows: PackedRows, token: NewToken) -> Tensor:

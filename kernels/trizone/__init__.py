@@ -24,7 +24,7 @@ def trizone_decode_segments(
     *,
     scaling: float,
 ) -> Tensor:
-    """Softmax attention of one new token over packed runs of tokens and the new tokens, itself included.
+    """Attend with one new token to packed runs of tokens and the new tokens, itself included.
 
     With `k = s code + min` per channel and group of tokens, `q . k = sum_c (s_c q_c) code_c + sum_c min_c
     q_c`: codes are never scaled, and the second sum is one bias per query head and group. V likewise:

@@ -43,7 +43,7 @@ ROWS_PER_SPLIT = 1024
 """New rows that one program attends to at most, up to `MAX_ROW_SPLITS` programs."""
 MAX_ROW_SPLITS = 8
 NATIVE_CHANNELS = 32
-"""C code takes a head_dim that is a multiple of it: then the codes of 2 bits fill its vectors."""
+"""C code takes a head_dim that is a multiple of this: codes of 2 bits then fill its vectors."""
 _IDLE = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32)
 
 
@@ -143,15 +143,15 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         heads, shape = self._shape.num_kv_heads, self._shape.of_slots(in_buckets(slot + 1))
         packed = [rows.packed for rows in layers.values()]
         capacity = max(rows.keys.shape[1] for rows in layers.values())
-        # unequal as they are, twice as many as run at once are done sooner
+        # items are unequal, so twice as many as run at once finish sooner
         programs = 2 * heads * choose_num_splits(shape.num_heads, shape.device)
         work = work_list(
-            [[its] for its in packed],
+            [[layer] for layer in packed],
             self._codes,
             row_splits=min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS),
             num_programs=programs,
         )
-        # the work list counts the sequence's layers as sequences: back to one layer each
+        # the work list treats the sequence's layers as sequences: undo that, back to one layer each
         of_layer = work.items[:, HEAD_COLUMN].long() // heads
         num_items = torch.bincount(of_layer, minlength=len(packed))
         first = num_items.cumsum(0) - num_items
@@ -184,7 +184,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             wider[..., FIRST_ITEM_COLUMN] += slots[:, None] * (self._num_items - former)
 
     def _of_slot(self, table: Tensor, slot: int) -> Tensor:
-        """A slot's part of every layer's rows."""
+        """Return a slot's part of every layer's rows."""
         per_slot = table.shape[1] // self._shape.num_slots
         return table[:, slot * per_slot : (slot + 1) * per_slot]
 

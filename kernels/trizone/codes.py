@@ -1,8 +1,8 @@
 """Words of V codes of one width as float16, without an integer-to-float conversion.
 
 `(word & mask) | 0x3C00` is the half `1 + code * 2^(shift - 10)`, code being the bits under the mask: one
-integer instruction for a pair of codes, and one more makes the code of it, exactly. In the interpreter, which
-has no inline assembly, plain integer operations do the same.
+integer instruction for a pair of codes; one more instruction turns it into the code, exactly. In the
+interpreter, which has no inline assembly, plain integer operations do the same.
 
 Order of codes: `kernels/packed/value_rows.py`.
 """
@@ -17,19 +17,19 @@ _SHIFT = tl.constexpr("shr.b32 $0, $1, 8;")
 
 @triton.constexpr_function
 def _half_assembly(mask):
-    """Two words at a time: 1006648320 is 0x3C003C00, two halves of 1; 0xEA is (a & b) | c."""
+    """Return assembly for two words: 1006648320 is 0x3C003C00, two halves of 1; 0xEA is (a & b) | c."""
     return f"lop3.b32 $0, $1, {mask << 16 | mask}, 1006648320, 0xEA;"
 
 
 @triton.constexpr_function
 def _unit_of(mask):
-    """What brings the mask's lowest bit from 2^(shift - 10) to 1."""
+    """Return the factor that brings the mask's lowest bit from 2^(shift - 10) to 1."""
     return float(1024 // (mask & -mask))
 
 
 @triton.jit
 def high_byte(words, ASM: tl.constexpr):
-    """Each word's high byte in its low byte; the high byte is undefined."""
+    """Return each word's high byte in its low byte; the high byte is undefined."""
     if ASM:
         return tl.inline_asm_elementwise(_SHIFT, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
     else:
@@ -38,7 +38,7 @@ def high_byte(words, ASM: tl.constexpr):
 
 @triton.jit
 def code_of(words, MASK: tl.constexpr, ASM: tl.constexpr):
-    """The code under MASK, in the low byte of each int16 word, as float16."""
+    """Return the code under MASK, in the low byte of each int16 word, as float16."""
     UNIT: tl.constexpr = _unit_of(MASK)
     if ASM:
         half = tl.inline_asm_elementwise(
@@ -52,7 +52,7 @@ def code_of(words, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _four_codes(words, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """`[M, N, 4]`: the four lowest codes in their order."""
+    """Return the four lowest codes in their order: `[M, N, 4]`."""
     if WIDTH == 2:
         even = tl.join(code_of(words, 3, ASM), code_of(words, 48, ASM))
         odd = tl.join(code_of(words, 12, ASM), code_of(words, 192, ASM))
@@ -65,7 +65,7 @@ def _four_codes(words, WIDTH: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def unpacked(words, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """Float16 `[M, N, 16 / WIDTH]` of int16 words `[M, N]`: each one's codes in their order.
+    """Unpack int16 words `[M, N]` to float16 `[M, N, 16 / WIDTH]`: each word's codes in their order.
 
     A word of width 16 is the float16 value itself.
     """

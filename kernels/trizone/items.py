@@ -19,10 +19,10 @@ def _key_logits(
     scaled_ptr, words_ptr, pairs_ptr, scale_ptr, minimum_ptr, start, lanes, field, n2, n4, n8, n16, g,
     BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """`(q~ s) code + q~ min` of a tile of the block whose words begin at `start`: `[BLOCK_G, 64]`.
+    """Compute `(q~ s) code + q~ min` of a tile of the block whose words begin at `start`: `[BLOCK_G, 64]`.
 
     Column 16 f + r is the token at lane r, field `field` + f; the block has `lanes` lanes, 16 if FULL. One
-    loop has the channels of all widths, because each loop begins with a wait for memory.
+    loop handles the channels of all widths, because each loop begins with a wait for memory.
 
     Args: words_ptr, pairs_ptr: the head's words as int16, and two at a time as int32; scale_ptr, minimum_ptr:
         of the tile's group.
@@ -36,7 +36,7 @@ def _key_logits(
         scale = tl.load(scale_ptr + c, mask=c < coded, other=1.0).to(tl.float32)
         minimum = tl.load(minimum_ptr + c, mask=c < coded, other=0.0).to(tl.float32)
         lowest += q * minimum[None, :]
-        # width 2^log_width, and the words of a lane that the channels before it have
+        # the width is 2^log_width; the words of a lane that earlier channels take
         log_width = tl.where(c < n2, 1, tl.where(c < n2 + n4, 2, tl.where(c < coded, 3, 4)))
         before = tl.where(
             c < n2, c,
@@ -46,7 +46,7 @@ def _key_logits(
             ),
         )  # fmt: skip
         there = c < coded + n16
-        # a code as 1024 + code; a channel of 16 bits as it is
+        # a code becomes 1024 + code; a channel of 16 bits stays as it is
         code_mask = (1 << (1 << log_width)) - 1
         one = tl.where(c < coded, 0x6400, 0)
         if FULL:
@@ -76,7 +76,7 @@ def _add_value_products(
     """Add `sum_t p_t v_t` of one tile's tokens: codes to acc, all words' first ones first, minima to
     `lowest`.
 
-    Args: lowest, p `[BLOCK_G, 64]`; token `[64]`, each one's place in the zone, whose V the pointers are of.
+    Args: lowest, p `[BLOCK_G, 64]`; token `[64]`, each one's place in the zone to whose V the pointers point.
     """
     j = tl.arange(0, BLOCK_D * WIDTH // 16)
     row = token[:, None] * (D * WIDTH // 16) + j[None, :]
@@ -96,7 +96,7 @@ def packed_item(
     slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens with 2^(kind + 1) bits of V in tiles begin .. end of the entry at `row`.
+    """Attend to the tokens with 2^(kind + 1) bits of V in tiles begin .. end of the entry at `row`.
 
     A tile is half a token block: four of its eight fields, which are in one group of K's scales.
     """
@@ -120,14 +120,14 @@ def packed_item(
     g, t = tl.arange(0, BLOCK_G), tl.arange(0, 64)
     undo = tl.load(undo_ptr + g)[:, None]
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    # sums of columns, which are added up at the end: sums across warps wait for one another
+    # column sums, which are added up at the end, because sums across warps wait for one another
     totals = tl.zeros([BLOCK_G, 64], tl.float32)
     lowest = tl.zeros([BLOCK_G, 64], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for tile in range(begin, end):
         block, field = tile // 2, tile % 2 * 4
         start = block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
-        # a short last block of 64 tokens at most is one group
+        # a last block of at most 64 tokens is one group
         headers = tl.minimum(tile, tl.cdiv(num_tokens, 64) - 1) * (n2 + n4 + n8)
         if block < full:
             logits = _key_logits(
@@ -189,7 +189,7 @@ def rows_item(
     lse_ptr, slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, HEAD_FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One split of a head's unpacked rows (zone C)."""
+    """Attend to one split of a head's unpacked rows (zone C)."""
     key_offset = tl.multiple_of(tl.load(heads_ptr + bh * HEAD_FIELDS), ALIGN)
     value_offset = tl.multiple_of(tl.load(heads_ptr + bh * HEAD_FIELDS + 1), ALIGN)
     length = tl.load(heads_ptr + bh * HEAD_FIELDS + 2).to(tl.int32)

@@ -19,13 +19,13 @@ _LARGEST = tl.constexpr(2.0**SCALE_EXPONENT)
 
 @triton.jit
 def power_of_two(exponent):
-    """2^exponent, of -126 to 127."""
+    """Compute 2^exponent, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _exponent_to(size, TARGET: tl.constexpr):
-    """The exponent e within +-60 with which size * 2^e lies in [2^TARGET, 2^(TARGET + 1)); 0 for size 0."""
+    """Find e within +-60 such that size * 2^e lies in [2^TARGET, 2^(TARGET + 1)); 0 for size 0."""
     own = (size.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.where(size > 0, tl.minimum(tl.maximum(TARGET - own, -60), 60), 0)
 

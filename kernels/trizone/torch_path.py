@@ -33,7 +33,7 @@ def trizone_decode_segments(
     *,
     scaling: float,
 ) -> Tensor:
-    """As `kernels.trizone.trizone_decode_segments`."""
+    """See `kernels.trizone.trizone_decode_segments`."""
     plans, thread = segments[0].plans, threading.get_ident()
     plan: DecodePlan | None = plans.get(thread)
     num_new = new_keys.shape[1]
@@ -83,7 +83,7 @@ class DecodePlan:
             self._plan_values(segment, of_segment)
 
     def fits(self, segments: Sequence[PackedLayer], group_size: int, num_new: int, scaling: float) -> bool:
-        """Whether it fits a step. Args: segments: the first is the one that the plan belongs to."""
+        """Return whether the plan fits a step. Args: segments: the plan belongs to the first."""
         same = (group_size, scaling) == (self._group_size, self._scaling)
         same &= self._room // 2 < max(num_new, NEW_TOKENS) <= self._room
         same &= len(segments) == len(self._others) + 1
@@ -92,7 +92,7 @@ class DecodePlan:
         return same
 
     def attend(self, queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
-        """A step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
+        """Run a step. Args: float32; queries `[H_kv, G, D]`. Returns: float32 `[H_kv, G, D]`."""
         num_new = new_keys.shape[1]
         for gather, scale_and_multiply in self._keys:
             gather(queries)
@@ -112,7 +112,7 @@ class DecodePlan:
         return self._attended + self._minima
 
     def _starts(self, segments: Sequence[PackedLayer]) -> list[list[int]]:
-        """The first packed token of each head, for each segment and one more after the last."""
+        """Return the first packed token of each head, for each segment and one more after the last."""
         starts = [[0] * len(segments[0].heads)]
         for segment in segments:
             counts = [head.counts.num_tokens for head in segment.heads]
@@ -122,7 +122,7 @@ class DecodePlan:
     def _plan_keys(
         self, segment: PackedLayer, starts: Sequence[int]
     ) -> tuple[Callable[[Tensor], object], list[Operation]]:
-        """Zone A's logits: an operation that brings queries into packed order, and those that follow it."""
+        """Plan zone A's logits: an operation that brings queries into packed order, and those after it."""
         channels, device = _channels(segment), segment.buffer.device
         num_kv_heads, _, most = channels.shape
         queries = scratch("queries", (num_kv_heads, self._group_size, most), device)
@@ -146,7 +146,7 @@ class DecodePlan:
         ]
 
     def _plan_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
-        """Zones A's and B's values."""
+        """Plan the values of zones A and B."""
         for heads in _equal_heads(segment, starts):
             coded = len(segment.heads[heads.start].value_scales)
             begin = self._room + starts[heads.start]
@@ -165,7 +165,7 @@ class DecodePlan:
 
 
 def _channels(segment: PackedLayer) -> Tensor:
-    """Each head's channels in packed order, at most C of a head: int64 `[H_kv, 1, C]`, 0 behind them."""
+    """Return each head's channels in packed order, at most C each: int64 `[H_kv, 1, C]`, 0 behind them."""
     most = max(head.counts.num_channels for head in segment.heads)
     channels = torch.zeros(len(segment.heads), 1, most, dtype=torch.int64, device=segment.buffer.device)
     for h, head in enumerate(segment.heads):
@@ -174,7 +174,7 @@ def _channels(segment: PackedLayer) -> Tensor:
 
 
 def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:
-    """Runs of heads with equal counts, and so evenly spaced regions, and equal starts."""
+    """Find runs of heads with equal starts and equal counts, which have evenly spaced regions."""
     runs: list[range] = []
     for h, head in enumerate(segment.heads):
         last = runs[-1].start if runs else 0
@@ -186,7 +186,7 @@ def _equal_heads(segment: PackedLayer, starts: Sequence[int]) -> list[range]:
 
 
 def _stacked(segment: PackedLayer, heads: range, name: str) -> Tensor:
-    """One region of equal heads as a view `[h, n]`."""
+    """View one region of equal heads as `[h, n]`."""
     first: Tensor = getattr(segment.heads[heads.start], name)
     if len(heads) == 1:
         return first[None]

@@ -40,7 +40,7 @@ BLOCK_CHANNELS = 64
 BLOCK_ROWS = 32
 """Unpacked rows a tile: with more, they alone would need most of the shared memory."""
 MAX_REGISTERS = 128
-"""Per thread, for four programs an SM: more of them was faster than none of the spills."""
+"""Per thread, for four programs an SM: more programs are faster than no spills."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ class TriZoneScratch(NamedTuple):
 
     @classmethod
     def of(cls, output: Tensor, num_entries: int, num_items: int) -> TriZoneScratch:
-        """Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
+        """Allocate a batch's scratch. Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
         block_d, device = max(triton.next_power_of_2(output.shape[-1]), 16), output.device
         return cls(
             scaled=torch.empty(num_entries, MIN_BLOCK_G, block_d, dtype=torch.float32, device=device),
@@ -112,7 +112,7 @@ def trizone_decode_batch(
     scratch: TriZoneScratch,
     output: Tensor,
 ) -> None:
-    """One decode step of a batch over its packed prompts and new rows: a prologue and one launch.
+    """Run one decode step of a batch over its packed prompts and new rows: a prologue and one launch.
 
     Args:
         queries: contiguous `[B, H_kv, G, D]`.
@@ -153,7 +153,7 @@ def trizone_decode_segments(
     *,
     scaling: float,
 ) -> Tensor:
-    """One sequence of `trizone_decode_batch`; `__init__.py` checks arguments."""
+    """Run one sequence of `trizone_decode_batch`; `__init__.py` checks arguments."""
     num_kv_heads = queries.shape[0]
     # layers without bytes still need a valid pointer
     codes = next((s.buffer for s in segments if s.buffer.numel()), queries.new_zeros(16, dtype=torch.uint8))

@@ -35,8 +35,8 @@ TILE_TOKENS = GROUP_TOKENS
 """A tile's tokens are in one group of K's scales."""
 MIN_ITEM_BYTES = 8 << 10
 MAX_ITEM_BYTES = 128 << 10
-"""Of a sequence that is divided among a number of programs, unless a head would have too many: a long one
-among short ones has more programs than they."""
+"""Limits for a sequence that is divided among a number of programs, unless a head would have too many: a long
+sequence among short ones has more programs than they have."""
 
 
 _KINDS = (KIND_ROWS, 0, 1, 2, 3)
@@ -51,8 +51,8 @@ class WorkList(NamedTuple):
     items: Tensor
 
     def to(self, device: torch.device) -> WorkList:
-        """A copy on a device."""
-        return WorkList(*(its.to(device, non_blocking=True) for its in self))
+        """Copy the list to a device."""
+        return WorkList(*(table.to(device, non_blocking=True) for table in self))
 
 
 def work_list(
@@ -63,7 +63,7 @@ def work_list(
     num_programs: int | None = None,
     item_bytes: int = MIN_ITEM_BYTES,
 ) -> WorkList:
-    """The list of one layer of a batch, on the host.
+    """Make the list of one layer of a batch, on the host.
 
     Args:
         sequences: for each, its packed layers (one at least; all of H_kv heads).
@@ -76,10 +76,10 @@ def work_list(
     Raises:
         ValueError: a head has more items than `MAX_SPLITS`.
     """
-    layers = [layer for its in sequences for layer in its]
+    layers = [layer for sequence in sequences for layer in sequence]
     num_heads, head_dim = len(layers[0].heads), layers[0].layout.head_dim
     # a head's entries follow one another
-    of_layers = torch.tensor([i for i, its in enumerate(sequences) for _ in its])
+    of_layers = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence])
     heads, order = (of_layers[:, None] * num_heads + torch.arange(num_heads)).flatten().sort(stable=True)
     entries = packed_entries(layers, base).flatten(0, 1)[order]
     exponents = torch.stack([layer.scale_exponents for layer in layers]).flatten(0, 1)[order]
@@ -125,8 +125,8 @@ def work_list(
 def _balanced(
     channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int
 ) -> Tensor:
-    """Item bytes of each entry for about `num_programs` items per sequence, or more of `MAX_ITEM_BYTES`;
-    `MAX_SPLITS` per head at most."""
+    """Return the item bytes of each entry for about `num_programs` items per sequence, or more items of
+    `MAX_ITEM_BYTES`; `MAX_SPLITS` per head at most."""
     key_bytes = tokens.sum(1) * (channels * _WIDTHS).sum(1) // 8
     sizes = key_bytes + (tokens * _row_bytes(head_dim)).sum(1)
     zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
@@ -138,7 +138,7 @@ def _balanced(
 
 @cache
 def _row_bytes(head_dim: int) -> Tensor:
-    """Bytes of a token's V by width, int64 `[4]`."""
+    """Return the bytes of a token's V by width, int64 `[4]`."""
     return torch.tensor(
         [2 * head_dim if width == 16 else value_row_bytes(width, head_dim) for width in WIDTHS]
     )
@@ -147,7 +147,7 @@ def _row_bytes(head_dim: int) -> Tensor:
 def _zone_items(
     channels: Tensor, tokens: Tensor, head_dim: int, item_bytes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs of tiles with one V width; a tile with two widths is in an item of each.
+    """Find the runs of tiles with one V width; a tile with two widths is in an item of each.
 
     Args: channels, tokens: int64 `[E, 4]`, counts by width; item_bytes: int64 `[E]` or one for all.
     Returns: int64 `[E, 4]`, by V width: number of items, first tile, tile after the last, tiles per item.

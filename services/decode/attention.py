@@ -124,11 +124,11 @@ class SlotAttention:
 
     @property
     def has_unbatched_rows(self) -> bool:
-        """Whether rows of a layer are attended without a batched kernel."""
+        """True if rows of a layer are attended without a batched kernel."""
         return any(member.unbatched for member in self._members.values())
 
     def signature(self) -> Hashable:
-        """Equal for batches whose steps make the same launches, so that they can share memory and a graph."""
+        """Return a key equal for batches of the same launches, which can share memory and a graph."""
         launches = tuple(
             (batch.op, layers, batch.is_launched, batch.size() if batch.is_launched else None)
             for batch, layers in self.batches()
@@ -136,7 +136,7 @@ class SlotAttention:
         return launches, any(member.unbatched or member.states for member in self._members.values())
 
     def batches(self) -> list[tuple[SlotBatch[Any, Any], frozenset[int]]]:
-        """The batched kernels in use, and the layers in which each has members."""
+        """Return the batched kernels in use, each with the layers in which it has members."""
         found = []
         for kind in self._kinds:
             every = {member.batched[kind] for member in self._members.values() if kind in member.batched}
@@ -145,7 +145,7 @@ class SlotAttention:
         return found
 
     def states(self, layer: int) -> dict[int, Tensors]:
-        """The layer's states in the arena, by slot."""
+        """Return the layer's states in the arena, by slot."""
         return {slot: member.states[layer] for slot, member in self._members.items()}
 
     def attend_unbatched(self, layer: int, step: NewTokens) -> Tensor | None:
@@ -189,12 +189,12 @@ class SlotAttention:
 
 
 def _whole(view: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole storage behind a view, as a one-dimensional tensor."""
+    """Return the whole storage behind a view, as a one-dimensional tensor."""
     return torch.empty(0, dtype=dtype, device=view.device).set_(view.untyped_storage())
 
 
 def _no_output(queries: Tensor, values: Tensor) -> Tensor:
-    """Zeros `[S, H_kv, G, D]`, as many channels as values have."""
+    """Return zeros `[S, H_kv, G, D]` with as many channels as the values have."""
     return queries.new_zeros((*queries.shape[:3], values.shape[2]))
 
 
@@ -230,7 +230,7 @@ class BatchAttention:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the host has counted; see `count_steps`."""
+        """The number of steps that the host has counted; see `count_steps`."""
         return self._slots.num_steps
 
     def count_steps(self, number: int) -> None:

@@ -61,9 +61,9 @@ class LaunchedBatch:
             step.wait(_STEP_TIMEOUT_S)
 
     def drawn(self) -> dict[Sequence, list[int]]:
-        """The token, whether one could be drawn, and whether the sequence's slot was active."""
+        """Return for each sequence the token, whether one could be drawn, and whether its slot was active."""
         by_lane = {lane: step.drawn() for lane, step in self.steps.items()}
-        return {sequence: by_lane[its.lane][its.slot] for sequence, its in self.places.items()}
+        return {sequence: by_lane[place.lane][place.slot] for sequence, place in self.places.items()}
 
 
 class Batch:
@@ -163,7 +163,7 @@ class Batch:
     def token(
         self, sequence: Sequence, launched: LaunchedBatch, token_id: int, *, is_valid: bool
     ) -> SampledToken:
-        """The sequence's next token, of a step that is done.
+        """Return the sequence's next token, from a step that is done.
 
         Args: token_id, is_valid: see `LaunchedBatch.drawn`.
         Raises: Exception: why the sequence fails.
@@ -173,12 +173,12 @@ class Batch:
         if slot in step.errors:
             raise step.errors[slot]
         if not is_valid and (refusal := sequence.sampler.refusal()).reason != "invalid_logits":
-            raise refusal  # the grammar's doing, and no kernel's
+            raise refusal  # caused by the grammar, not by a kernel
         if not is_valid or launched.shadowed is sequence:
             logits = self._second_opinion(sequence, lane, slot, is_valid)
             if logits is not None:
                 token = sequence.sampler.sample(logits)
-                # it leaves until the next step, which then begins with what the host knows
+                # it leaves its slot; the next step places it again with what the host knows
                 self._remove(sequence)
                 if self.in_flight is not None:  # launched without it: for the device it had ended
                     self.in_flight.places.pop(sequence, None)
@@ -203,7 +203,7 @@ class Batch:
         self._parts.tell_others("vacate", slot)
 
     def _next_shadowed(self) -> Sequence | None:
-        """The sequence whose step is repeated, in turn, if this step's turn has come."""
+        """Return the sequence whose step is repeated, each in turn; None unless a repetition is due."""
         self._num_steps += 1
         if self._num_steps % self._shadow_check:
             return None
@@ -211,7 +211,7 @@ class Batch:
 
     def _second_opinion(self, sequence: Sequence, lane: int, slot: int, is_valid: bool) -> Tensor | None:
         """Repeat the step on the torch path (`shadow.py`). Returns logits to use instead; None if the step's
-        stand, or nothing better can be had."""
+        own are used, or no better ones are available."""
         if self._parts.num_ranks > 1:
             return None  # each rank has a part of the sequence
         shadow = ShadowStep(self._model, _input(sequence, sequence.num_appended - 1))
@@ -224,7 +224,7 @@ class Batch:
 
 
 def _input(sequence: Sequence, num_appended: int) -> StepInput:
-    """Args: num_appended: rows of new tokens before the step."""
+    """Return a sequence's input to its first step. Args: num_appended: rows of new tokens before the step."""
     return StepInput(
         caches=sequence.caches,
         num_appended=num_appended,

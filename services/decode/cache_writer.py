@@ -66,7 +66,8 @@ class CacheWriter:
         if header.layer != layer or layer == len(self._layout.layers) or self._missing_bytes:
             raise TransferFailed(f"layer {header.layer} was sent; layer {layer} is expected", reason="order")
         specs = {
-            its.name: TensorSpec(shape=its.shape, dtype=getattr(torch, its.dtype)) for its in header.tensors
+            tensor.name: TensorSpec(shape=tensor.shape, dtype=getattr(torch, tensor.dtype))
+            for tensor in header.tensors
         }
         try:
             place = self._layout.layers[layer]
@@ -82,13 +83,13 @@ class CacheWriter:
                 self._num_drafted[layer] = count
             self._tensors = self._receiving.receive(own, self._regions)
             self._drafted = {
-                name: torch.empty(its.shape, dtype=its.dtype, device=self._buffer.device)
-                for name, its in drafted.items()
+                name: torch.empty(spec.shape, dtype=spec.dtype, device=self._buffer.device)
+                for name, spec in drafted.items()
             }
         except InvalidTensors as error:
             raise layer_failed(layer, error) from error
-        self._pieces = [_as_bytes(its) for its in (*self._tensors.values(), *self._drafted.values())]
-        self._missing_bytes = sum([its.size_bytes for its in specs.values()])
+        self._pieces = [_as_bytes(tensor) for tensor in (*self._tensors.values(), *self._drafted.values())]
+        self._missing_bytes = sum([spec.size_bytes for spec in specs.values()])
         self._open_when_complete()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
@@ -107,7 +108,7 @@ class CacheWriter:
         self._open_when_complete()
 
     def finish(self, num_drafted: int) -> tuple[LayerCache, ...]:
-        """All layers, once what the device checks is known.
+        """Return all layers, once the results of the device's checks are known.
 
         Args: num_drafted: tokens of which each layer with rows must have come with a draft's.
         Raises: TransferFailed: a layer is missing or incomplete, or its content is invalid.
@@ -155,6 +156,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def layer_failed(layer: int, error: InvalidTensors) -> TransferFailed:
-    """Why a transfer ends whose layer has invalid tensors."""
+    """Return the error with which a transfer ends if a layer has invalid tensors."""
     kind = ProtocolMismatch if error.reason == "layout_version" else TransferFailed
     return kind(f"layer {layer}: {error}", reason=error.reason)

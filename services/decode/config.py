@@ -86,7 +86,7 @@ class DecodeConfig(WorkerSettings):
 
 
 def arena_size_bytes(config: DecodeConfig, device: torch.device, *, num_ranks: int) -> int:
-    """The size of one rank's arena; see `DecodeConfig.arena_bytes`."""
+    """Return the size of one rank's arena; see `DecodeConfig.arena_bytes`."""
     if config.arena_bytes:
         return config.arena_bytes // num_ranks
     if device.type == "cuda":

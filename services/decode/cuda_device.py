@@ -92,7 +92,7 @@ class CudaDevice(StepDevice):
 
 
 def step_device(model: LanguageModel) -> StepDevice:
-    """The step device for a model."""
+    """Return the step device for a model."""
     if model.device.type != "cuda":
         return StepDevice()
     return CudaDevice(model.device, captures=model.num_ranks == 1)

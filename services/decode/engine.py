@@ -136,7 +136,7 @@ class DecodeEngine:
         return len(self._running)
 
     def healthy(self, heartbeat_timeout_s: float) -> bool:
-        """Whether the engine is warm, its loop has a recent heartbeat and not every recent step failed."""
+        """Return whether the engine is warm, its heartbeat recent, and not every recent step failed."""
         fresh = self._clock() - self.heartbeat.last_s < heartbeat_timeout_s
         works = fresh and self._failed_steps < _MAX_FAILED_STEPS
         return self._thread.is_alive() and self._warm_up is None and works
@@ -183,7 +183,7 @@ class DecodeEngine:
             self._close_all(_closed())
 
     def _has_lost_device(self, error: Exception) -> bool:
-        """Whether no later step can succeed in this process; a kernel that does not end counts as well."""
+        """Return whether no later step can succeed in this process, also because a kernel does not end."""
         is_stuck = isinstance(error, KvferryError) and error.reason == "step_timeout"
         return (is_stuck and self._model.device.type == "cuda") or is_lost(error)
 
@@ -231,7 +231,7 @@ class DecodeEngine:
         self._await_memory()
 
     def _load(self, sequence: Sequence) -> bool:
-        """Bring a sequence back to the arena if it was swapped out. Returns whether it is there."""
+        """Bring a sequence back to the arena if it was swapped out. Returns whether it is in the arena."""
         if not sequence.is_in_arena:
             self._finish_step()
             self._memory.make_room(sequence, self._others(sequence))
@@ -247,8 +247,10 @@ class DecodeEngine:
         self._waiting = deque(sorted((*self._waiting, *swapped), key=_ARRIVAL))
 
     def _others(self, sequence: Sequence | None = None) -> list[Sequence]:
-        """The engine's other sequences in the arena."""
-        return [its for its in (*self._waiting, *self._running) if its is not sequence and its.is_in_arena]
+        """Return the engine's other sequences in the arena."""
+        return [
+            other for other in (*self._waiting, *self._running) if other is not sequence and other.is_in_arena
+        ]
 
     def _share_memory(self) -> None:
         """Admit requests again once no sequence is swapped out, and make a range for the first of them."""
@@ -261,7 +263,7 @@ class DecodeEngine:
 
     def _end_early(self) -> None:
         """Close cancelled sequences, and finish those that must end with the tokens they have."""
-        ending = [its for its in (*self._waiting, *self._running) if its.cancelled or its.cut_off]
+        ending = [each for each in (*self._waiting, *self._running) if each.cancelled or each.cut_off]
         if not ending:
             return
         self._finish_step()
@@ -302,7 +304,7 @@ class DecodeEngine:
         """
         batch = self._batch
         if batch.in_flight is not None and batch.in_flight.shadowed is not None:
-            self._finish_step()  # no later step may be launched before it is repeated
+            self._finish_step()  # the shadow check repeats it before a later step may be launched
         self._make_room()
         self._place()
         if not self._running:
@@ -385,7 +387,7 @@ class DecodeEngine:
         self._deliver()
         sequence.lengths.append(sequence.num_tokens)
         in_ranks = [part.prompt_bytes for part in sequence.arrived.values()]
-        own_bytes = sum([its.used_bytes(sequence.num_appended) for its in sequence.caches])
+        own_bytes = sum([cache.used_bytes(sequence.num_appended) for cache in sequence.caches])
         finished = GenerationFinished(
             finish_reason=reason,
             num_tokens=sequence.num_tokens,

@@ -23,8 +23,8 @@ class EventStream:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def get(self, *, deadline_s: float) -> GenerateEvent:
-        """The next event. Args: deadline_s: on the loop's clock. Raises: DeadlineExceeded: none came in time;
-        KvferryError: the request failed."""
+        """Return the next event. Args: deadline_s: on the loop's clock. Raises: DeadlineExceeded: none came
+        in time; KvferryError: the request failed."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 event = await self._queue.get()
@@ -40,9 +40,9 @@ def deliver(events: list[tuple[EventStream, GenerateEvent]]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[EventStream, GenerateEvent]]] = {}
     for stream, event in events:
         by_loop.setdefault(stream._loop, []).append((stream, event))
-    for loop, its in by_loop.items():
+    for loop, puts in by_loop.items():
         with contextlib.suppress(RuntimeError):  # closed: there is no reader any more
-            loop.call_soon_threadsafe(_put_each, its)
+            loop.call_soon_threadsafe(_put_each, puts)
 
 
 def _put_each(events: list[tuple[EventStream, GenerateEvent]]) -> None:

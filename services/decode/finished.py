@@ -63,23 +63,23 @@ class RetainedSelection:
 
     @property
     def name(self) -> int:
-        """By which the ranks know it."""
+        """The name by which the ranks know it."""
         return self.retained.transfer_id
 
     @property
     def is_unused(self) -> bool:
-        """Whether its bytes can be freed: nobody uses it, and nobody can find it."""
+        """True if its bytes can be freed: nobody uses it, and nobody can find it."""
         return not self.listed and self.num_users == 0
 
     def num_common_tokens(self, prompt_token_ids: tuple[int, ...]) -> int:
-        """Length of the common prefix of the prompt and this selection, in tokens."""
+        """Count the tokens of the common prefix of the prompt and this selection."""
         prompt = np.asarray(prompt_token_ids, np.int64)
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
         return int(differs[0]) if differs.size else length
 
     def is_extended_by(self, manifest: Manifest) -> bool:
-        """Whether the transfer left out these rows and its prompt begins with this whole prompt."""
+        """Return whether the transfer left out these rows and its prompt begins with this whole prompt."""
         left_out = manifest.retained_transfer_id == self.retained.transfer_id
         return left_out and self.retained.is_extended_by(manifest.retained_tokens)
 
@@ -93,7 +93,7 @@ class _Chain:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether it is of a prompt without a session id that none has continued: most never are."""
+        """True for a prompt without a session id that no request has continued: most are never continued."""
         return len(self.selections) == 1 and self.selections[0].session.is_implicit
 
 
@@ -141,7 +141,7 @@ class RetainedSelections:
         """Bytes of unpinned selections, which eviction can free."""
         with self._lock:
             every = [selection for chain in self._chains.values() for selection in chain.selections]
-            return sum([its.allocation.size_bytes for its in every if its.num_users == 0])
+            return sum([each.allocation.size_bytes for each in every if each.num_users == 0])
 
     def retain(self, sequence: Sequence) -> bool:
         """Retain a finished sequence's bytes. Returns False, and takes nothing, if they cannot be reused."""
@@ -196,7 +196,7 @@ class RetainedSelections:
                 return None
             for selection in selections:
                 selection.num_users += 1
-        chain = RetainedChain(selections=tuple(its.retained for its in selections))
+        chain = RetainedChain(selections=tuple(each.retained for each in selections))
         return Pinned(chain=chain.first(chain.depth, num_tokens), unpin=lambda: self._unpin(selections))
 
     def touch(self, session: SessionKey | None) -> None:
@@ -221,7 +221,7 @@ class RetainedSelections:
         """Drop the sessions whose lease has ended."""
         now_s = self._clock()
         with self._lock:
-            due = [session for session, its in self._chains.items() if its.lease_until_s <= now_s]
+            due = [session for session, chain in self._chains.items() if chain.lease_until_s <= now_s]
             freed = [gone for session in due for gone in self._unlist(self._chains.pop(session).selections)]
         self._free(freed)
 
@@ -234,10 +234,12 @@ class RetainedSelections:
         with self._lock:
             if self._arena.free_bytes + self.spare_bytes < wanted_bytes:
                 return False
-            unpinned = [its for its in self._chains.values() if its.selections[-1].num_users == 0]
+            unpinned = [
+                candidate for candidate in self._chains.values() if candidate.selections[-1].num_users == 0
+            ]
             if not unpinned:
                 return False
-            spare = next((its for its in unpinned if its.is_unproven), unpinned[0])
+            spare = next((candidate for candidate in unpinned if candidate.is_unproven), unpinned[0])
             selection = spare.selections.pop()
             selection.listed = False
             if not spare.selections:
@@ -247,14 +249,14 @@ class RetainedSelections:
         return True
 
     def shrink(self) -> None:
-        """Free rows that are there twice, and old selections where there are too many. For one thread."""
+        """Free rows that two selections have, and old selections where there are too many. For one thread."""
         with self._lock:
-            chains = [tuple(its.selections) for its in self._chains.values() if len(its.selections) > 1]
+            chains = [tuple(chain.selections) for chain in self._chains.values() if len(chain.selections) > 1]
         for selections in chains:
             for newer, older in itertools.pairwise(selections):
                 if not older.is_settled:
                     older.is_settled = self._shrink(older, newer.retained)
-            if all(its.is_settled for its in selections[1:]):
+            if all(selection.is_settled for selection in selections[1:]):
                 self._limit(selections[0])
 
     def _limit(self, newest: RetainedSelection) -> None:
@@ -262,7 +264,7 @@ class RetainedSelections:
             chain = self._chains.get(newest.session)
             if chain is None or chain.selections[0] is not newest:
                 return
-            older_bytes = sum(its.allocation.size_bytes for its in chain.selections[1:])
+            older_bytes = sum(selection.allocation.size_bytes for selection in chain.selections[1:])
             num_kept = len(chain.selections)
             while older_bytes > newest.part.whole_bytes:
                 num_kept -= 1
@@ -277,10 +279,12 @@ class RetainedSelections:
             self.drop(session)
 
     def _shrink(self, selection: RetainedSelection, newer: RetainedRows) -> bool:
-        """Returns: False if that has to wait, because the selection is pinned or memory is full."""
+        """Free rows that `newer` has. Returns: False if that must wait: it is pinned, or memory is full."""
         left, numbers = selection.retained.left(newer)
         num_own = self._parts.spec.num_kv_heads
-        _, size_bytes = retained_layout(selection.part.rows, [its[:num_own] for its in numbers])
+        _, size_bytes = retained_layout(
+            selection.part.rows, [layer_numbers[:num_own] for layer_numbers in numbers]
+        )
         if self._arena.needed_bytes(size_bytes) > _SHRINK_BELOW * selection.allocation.size_bytes:
             return True
         with self._lock:
@@ -427,7 +431,8 @@ class HistoryReturner:
             for layer, tensors in enumerate(layers):
                 kind = "rows" if self._spec.layer(layer).has_rows else "state"
                 outgoing.send_layer(
-                    layer, [NamedTensor(name=name, tensor=its, kind=kind) for name, its in tensors.items()]
+                    layer,
+                    [NamedTensor(name=name, tensor=tensor, kind=kind) for name, tensor in tensors.items()],
                 )
             outgoing.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
             outgoing.wait(self._timeout_s)

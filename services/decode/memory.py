@@ -48,7 +48,7 @@ class _Waiter:
     refusal: KvferryError | None = None
 
     def wake(self) -> bool:
-        """Let it see that it was granted or refused; False if its loop is closed. Any thread may call it."""
+        """Wake the request, granted or refused; False if its loop is closed. Any thread may call this."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.decided.set)
             return True
@@ -251,12 +251,12 @@ class Scheduler:
             return False
 
     def _missing_bytes(self, size_bytes: int) -> int:
-        """What must become free before a request of this size can be granted, behind those that wait."""
+        """Return the bytes to be freed before a request of this size is granted, behind those that wait."""
         waiting = sum(waiter.sizes_bytes[-1] for queue in self._queues.values() for waiter in queue)
         return max(0, waiting + size_bytes - self._arena.free_bytes)
 
     def _no_memory(self, size_bytes: int, *, waited_s: float, queue_full: bool = False) -> CapacityExceeded:
-        """The refusal, made with the lock held."""
+        """Return the refusal. The caller holds the lock."""
         message = (
             f"{self._max_waiting} requests wait for decode memory already, which is the limit"
             if queue_full
@@ -308,18 +308,18 @@ class SequenceMemory:
         self._is_paused = False
 
     def first_room(self, max_new_tokens: int) -> int:
-        """Tokens to reserve room for: the mean of the last answers, within GROWTH_TOKENS and the limit."""
+        """Return the tokens to reserve: the last answers' mean, at least GROWTH_TOKENS, within the limit."""
         lengths = tuple(self.lengths)
         expected = sum(lengths) // len(lengths) if lengths else 0
         return min(max_new_tokens, max(expected, GROWTH_TOKENS))
 
     def layout(self, resolved: ResolvedPlan, room: int, *, returns_generated: bool) -> SequenceLayout:
-        """The layout of a sequence with room for this many new tokens."""
+        """Return the layout of a sequence with room for this many new tokens."""
         with_room = resolved if room == resolved.max_new_tokens else replace(resolved, max_new_tokens=room)
         return sequence_layout(make_formats(self._parts.spec, with_room, returns_generated=returns_generated))
 
     def within_arena(self, resolved: ResolvedPlan, *, returns_generated: bool) -> ResolvedPlan:
-        """The plan for an answer no longer than the whole arena has room for; unchanged if it has none."""
+        """Return the plan for an answer that fits in the whole arena; unchanged if no answer fits."""
 
         def fits(num_tokens: int) -> bool:
             whole = self.layout(resolved, num_tokens, returns_generated=returns_generated)
@@ -329,24 +329,24 @@ class SequenceMemory:
         longest = resolved.max_new_tokens
         if fits(longest) or not fits(1):
             return resolved
-        too_long = bisect.bisect_left(range(longest), True, 2, key=lambda its: not fits(its))
+        too_long = bisect.bisect_left(range(longest), True, 2, key=lambda length: not fits(length))
         return replace(resolved, max_new_tokens=too_long - 1)
 
     def make_room(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Bring a sequence to the arena, with room for its next row, at the cost of younger ones.
 
         Args: others: all other sequences of the engine.
-        Returns: whether it is there; if not, it waits on the host.
+        Returns: whether it is in the arena; if not, it waits on the host.
         """
         while not sequence.is_in_arena or sequence.lacks_room(1):
-            present = [its for its in others if its.is_in_arena]
+            present = [other for other in others if other.is_in_arena]
             if self._grow(sequence, present):
                 break
-            younger = [its for its in present if its.arrival > sequence.arrival]
+            younger = [other for other in present if other.arrival > sequence.arrival]
             if not younger:
                 self._swap_out(sequence)
                 break
-            self._swap_out(max(younger, key=lambda its: its.arrival))
+            self._swap_out(max(younger, key=lambda candidate: candidate.arrival))
         return sequence.is_in_arena
 
     def admit_again(self, sequences: Iterable[Sequence]) -> None:
@@ -356,7 +356,7 @@ class SequenceMemory:
             self._pause.close()
 
     def wants_compaction(self, sequences: Callable[[], Iterable[Sequence]]) -> bool:
-        """Whether the first waiting request has enough free bytes but no range, and moving these may help."""
+        """Return whether the first waiting request lacks only a range, which moving these may make."""
         return 0 < self._scheduler.wanted_bytes <= self._arena.free_bytes and any(
             self._arena.can_be_lower(sequence.allocation) for sequence in sequences()
         )
@@ -401,7 +401,7 @@ class SequenceMemory:
 
     def _compact(self, sequences: Iterable[Sequence], wanted_bytes: int) -> None:
         """Move sequences to lower offsets until a free range has `wanted_bytes`."""
-        for sequence in sorted(sequences, key=lambda its: its.allocation.offset):
+        for sequence in sorted(sequences, key=lambda each: each.allocation.offset):
             if self._arena.largest_free_bytes >= wanted_bytes:
                 return
             if self._arena.can_be_lower(sequence.allocation):
@@ -414,7 +414,7 @@ class SequenceMemory:
         return self._scheduler.take(layout.size_bytes, owner=sequence.request.request_id)
 
     def _move_to_host(self, sequence: Sequence) -> None:
-        """Idempotent."""
+        """Move a sequence to the host. Idempotent."""
         if sequence.is_in_arena:
             self._move(sequence, sequence.part.layout, sequence.room, None)
 

@@ -88,7 +88,7 @@ class Part:
         self._prompts: dict[int, tuple[LayerCache, ...]] = {}
 
     def arrived(self, name: int) -> SequencePart:
-        """A sequence whose blocks are all there."""
+        """Return a sequence of which all blocks have arrived."""
         part = self._sequences[name]
         assert part.caches, f"the blocks of transfer {name:#x} are not here"
         return part
@@ -151,7 +151,7 @@ class Part:
         Args: rows: what is left; numbers: of the rows that are copied, of each layer; both of all heads.
         """
         part, (first, number) = self._retained[name], self._heads
-        own_numbers = [its[first : first + number] for its in numbers]
+        own_numbers = [layer_numbers[first : first + number] for layer_numbers in numbers]
         regions, _ = retained_layout(part.rows, own_numbers)
         buffer = self._range(allocation)
         copied: list[tuple[Tensor, ...]] = []
@@ -164,7 +164,7 @@ class Part:
         part.retained, part.rows = rows.of_heads(first, number), tuple(copied)
 
     def returned(self, name: int, num_appended: int) -> list[Tensors]:
-        """What `LayerCache.returned` gives of each layer, on the host."""
+        """Return what `LayerCache.returned` gives for each layer, on the host."""
         return [cache.returned(num_appended) for cache in self.arrived(name).caches]
 
     def drop_sequence(self, name: int) -> None:
@@ -229,7 +229,7 @@ class Parts:
 
         def on_note(rank: int, note: tuple[Any, ...] | None) -> None:
             if note is not None:
-                with suppress(KvferryError):  # its request has been told
+                with suppress(KvferryError):  # its request has been given the error
                     getattr(self._listener, note[0])(rank, *note[1:])
 
         self._lead.on_note = on_note
@@ -238,13 +238,13 @@ class Parts:
         self.endpoints = tuple(start(timeout_s=_START_TIMEOUT_S))
 
     def methods(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of these methods that can be divided among so many ranks."""
+        """Return those of these methods that can be divided among this worker's ranks."""
         if self.num_ranks == 1:
             return names
         return tuple(name for name in names if format_class(preset(name).representation).divides)
 
     def check(self, layout: SequenceLayout, method: str) -> None:
-        """Raises: InvalidRequest: a layer's format, of another package, cannot be divided."""
+        """Check the layers. Raises: InvalidRequest: a format, of another package, cannot be divided."""
         for layer in layout.layers if self.num_ranks > 1 else ():
             if not layer.format.divides:
                 raise InvalidRequest(
@@ -269,8 +269,8 @@ class Parts:
             self._lead.call(name, *args)
 
     def returned(self, name: int, num_appended: int) -> Callable[[], list[Tensors]]:
-        """Have every rank copy what a sequence's history gets, as it is now. Returns: a function that waits
-        for all heads of each layer."""
+        """Have every rank copy the rows that go to a sequence's history, as they are now. Returns: a function
+        that waits for all heads of each layer."""
         own = self.own.returned(name, num_appended)
         if self._lead is None:
             return lambda: own
@@ -280,7 +280,7 @@ class Parts:
         def joined() -> list[Tensors]:
             parts = [own, *map(pickle.loads, answers(timeout_s=_RETURN_TIMEOUT_S))]
             return [
-                {name: torch.cat([its[name] for its in of_layer]) for name in of_layer[0]}
+                {name: torch.cat([tensors[name] for tensors in of_layer]) for name in of_layer[0]}
                 for of_layer in zip(*parts, strict=True)
             ]
 
@@ -335,12 +335,12 @@ def _copied(caches: tuple[LayerCache, ...], layout: SequenceLayout, buffer: Tens
 def retained_layout(
     rows: tuple[tuple[Tensor, ...], ...], numbers: list[RowNumbers]
 ) -> tuple[list[list[Region]], int]:
-    """Regions for these rows of each layer, and the bytes of all."""
+    """Return regions for these rows of each layer, and the bytes of all regions."""
     layers, offset = [], 0
-    for tensors, its in zip(rows, numbers, strict=True):
+    for tensors, row_numbers in zip(rows, numbers, strict=True):
         regions = []
         for tensor in tensors:
-            shape = (*its.shape, tensor.shape[-1])
+            shape = (*row_numbers.shape, tensor.shape[-1])
             region = Region(offset=offset, shape=shape, dtype=tensor.dtype)
             offset += align(region.size_bytes)
             regions.append(region)
@@ -351,9 +351,9 @@ def retained_layout(
 def checked_first_token(
     token: SampledToken | None, request: GenerateRequest, spec: ModelSpec, draft: tuple[int, ...] = ()
 ) -> SampledToken:
-    """The token that prefill sampled for a request, after those of a draft.
+    """Return the token that prefill sampled for a request, after those of a draft.
 
-    Raises: TransferFailed: it cannot be that, or the draft not the request's.
+    Raises: TransferFailed: the token or the draft cannot belong to the request.
     """
     index = request.sampling.first_index + len(draft)
     if token is None or token.index != index or not 0 <= token.token_id < spec.vocab_size:

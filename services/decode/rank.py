@@ -66,7 +66,7 @@ class DecodeRank(FollowingRank):
         return self._server.endpoint
 
     def pickled(self, name: str, *args: Any) -> bytes:
-        """What the part's method returns, by value: ranks share no memory."""
+        """Return what the part's method returns, pickled, because ranks share no memory."""
         return pickle.dumps(getattr(self._part, name)(*args))
 
     def place(self, slot: int, name: int, num_appended: int) -> None:

@@ -206,7 +206,7 @@ class PartReceiver:
             self._note("failed", incoming.part.key, TransferFailed(message, reason=reason))
 
     def late_block(self) -> None:
-        """A block without a current reservation has arrived. Any thread may call this."""
+        """Note that a block without a current reservation has arrived. Any thread may call this."""
         self._note("late_block")
 
     def _run(
@@ -236,7 +236,7 @@ class PartReceiver:
         return incoming
 
     def _writer(self, part: SequencePart, manifest: Manifest) -> CacheWriter:
-        """Raises: ProtocolMismatch: the manifest is not of the transfer that was reserved for."""
+        """Make a part's writer. Raises: ProtocolMismatch: the manifest is not of the reserved transfer."""
         expected, pinned = part.expected, part.pinned
         assert expected is not None, "copies of a shared prompt are not awaited"
         check_transfer(manifest, expected.resolved, None if pinned is None else pinned.chain, self.spec)
@@ -254,7 +254,7 @@ class PartReceiver:
         return CacheWriter(part.layout, part.buffer, self._copier, pinned=part.pinned, most_drafted=most)
 
     def _awaited(self, key: TransferKey) -> SequencePart:
-        """The part; waits if this rank may yet be told of it.
+        """Return the part with this key; wait if this rank may still be told of it.
 
         Raises: LeaseExpired: there is none.
         """
@@ -316,9 +316,9 @@ def check_transfer(
 
 
 def measured_plan(manifest: Manifest, resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan with the rows that prefill measured, if it measures them.
+    """Return the plan, with the rows that prefill measured if the plan measures them.
 
-    Raises: ProtocolMismatch: they do not belong to the plan.
+    Raises: ProtocolMismatch: those rows do not belong to the plan.
     """
     if not is_measured(resolved):
         return resolved

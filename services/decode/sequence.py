@@ -171,7 +171,7 @@ class Sequence:
         self.span = begin(name, self.trace_context) if name else INVALID_SPAN
 
     def lacks_room(self, num_steps: int) -> bool:
-        """Whether the rows of the next `num_steps` steps do not fit; the last new token never gets a row."""
+        """Return whether the next `num_steps` steps' rows do not fit; the last new token never gets one."""
         num_rows = min(self.num_appended + num_steps, self.resolved.max_new_tokens - 1)
         return num_rows > self.room - 1
 
@@ -270,7 +270,7 @@ class Reservations:
         self._parts.drop_sequence(sequence.name)
 
     def find(self, key: TransferKey) -> Sequence:
-        """The sequence with this key. Raises: LeaseExpired: there is none, or of another generation."""
+        """Find the sequence with this key. Raises: LeaseExpired: there is none, or of another generation."""
         with self._lock:
             sequence = self._sequences.get(key.transfer_id)
         if sequence is None or sequence.key != key:
@@ -285,7 +285,7 @@ class Reservations:
             return tuple(self._sequences.values())
 
     def renew(self, router: str, until_s: float) -> None:
-        """Move the end of the leases of a router's requests, because it lives."""
+        """Extend the leases of a router's requests, because the router is alive."""
         for sequence in self.all():
             if sequence.router == router:
                 sequence.lease_until_s = until_s
@@ -309,13 +309,13 @@ class Reservations:
             _log.warning("lease expired", request_id=request_id, state=state)
 
     def awaits(self, key: TransferKey) -> bool:
-        """Whether a reservation with this key waits for blocks."""
+        """Return whether a reservation with this key waits for blocks."""
         with contextlib.suppress(LeaseExpired):
             return self.find(key).state in _ARRIVING
         return False
 
     def began(self, rank: int, key: TransferKey, manifest: Manifest) -> None:
-        """A rank has accepted the transfer of its part. Args: manifest: of the part."""
+        """Note that a rank has accepted the transfer of its part. Args: manifest: of the part."""
         with contextlib.suppress(LeaseExpired):
             sequence = self.find(key)
             with sequence.lock:
@@ -341,8 +341,8 @@ class Reservations:
         draft: tuple[int, ...],
         first_token: SampledToken | None,
     ) -> None:
-        """A rank has all blocks of its heads. Args: draft, first_token: of `EndRecord`; the latter comes with
-        rank 0's.
+        """Note that a rank has all blocks of its heads. Args: draft, first_token: of `EndRecord`; the latter
+        comes with rank 0's.
 
         Raises: LeaseExpired: the sequence has ended; KvferryError: why it ends now.
         """
@@ -385,7 +385,7 @@ class Reservations:
         self._begin(sequence, transfer_s=0.0)
 
     def failed(self, rank: int, key: TransferKey, error: KvferryError) -> None:
-        """The transfer of a rank's part has failed, and with it the request."""
+        """Note that the transfer of a rank's part has failed, and with it the request."""
         self._metrics.receive_failed.labels(error.reason).inc()
         with contextlib.suppress(LeaseExpired):
             sequence = self.find(key)
@@ -396,15 +396,15 @@ class Reservations:
                     sequence.close(error)
 
     def refused(self, rank: int, reason: str) -> None:
-        """A rank has refused a transfer that harms no reservation."""
+        """Count a transfer that a rank has refused and that harms no reservation."""
         self._metrics.receive_failed.labels(reason).inc()
 
     def late_block(self, rank: int) -> None:
-        """A block without a current reservation has arrived."""
+        """Count a block that arrived without a current reservation."""
         self._metrics.late_blocks.inc()
 
     def _make_ready(self, sequence: Sequence) -> float:
-        """The engine's thread owns it from now on; the caller has locked it. Returns the time."""
+        """Hand a sequence over to the engine's thread; the caller has locked it. Returns the time."""
         self._arena.advance(sequence.allocation, "running")
         sequence.committed_s = committed_s = self._clock()
         sequence.state = SequenceState.READY

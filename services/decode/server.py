@@ -30,7 +30,7 @@ async def run(config: DecodeConfig) -> None:
 async def build_service(
     config: DecodeConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[DecodeService, CollectorRegistry]:
-    """The service and its metrics; see `shared.worker.Build`."""
+    """Build the service and its metrics; see `shared.worker.Build`."""
     metrics = DecodeMetrics()
     service = DecodeService(
         config,

@@ -165,13 +165,13 @@ class DecodeService:
 
     @property
     def block_endpoint(self) -> str:
-        """Where blocks arrive; known once started."""
+        """The endpoint where blocks arrive; known once started."""
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is healthy and the service takes turns. Any thread may call this."""
+        """True if the engine is healthy and the service takes turns. Any thread may read this."""
         has_ended = self._closed or self._drain.has_begun or self._is_wedged
         return not has_ended and self._engine.healthy(self._config.heartbeat_timeout_s)
 
@@ -258,7 +258,7 @@ class DecodeService:
         return HistoryInfo(num_tokens=0, size_bytes=self._retained.drop(session), tier="retained")
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
-        """See `DecodeControl.status`. A router that asks lives, and so do its reservations."""
+        """See `DecodeControl.status`. A router that asks is alive, which renews its reservations."""
         self._reservations.renew(calling_router.get(), self._clock() + self._config.lease_s)
         running = self._engine.num_running
         return WorkerStatus(
@@ -281,7 +281,7 @@ class DecodeService:
     ) -> Sequence:
         """Reserve memory. Everything that can fail runs before the bytes are reserved."""
         metrics, lengths = self._metrics, self._memory.lengths
-        if request.probe:  # a readiness turn is counted where nobody looks
+        if request.probe:  # a readiness turn is counted in metrics that are not shown
             metrics, lengths = self._probe_metrics, deque(maxlen=1)
         sampling, stores = request.sampling, request.store_history
         room = self._memory.first_room(sampling.max_tokens)
@@ -292,7 +292,9 @@ class DecodeService:
             plans = laid_out = self._resolved(request)
             room = max(room, min(num_draft_tokens(plans[0]) + 2, sampling.max_tokens))
             if room < sampling.max_tokens:
-                plans = laid_out = [self._memory.within_arena(its, returns_generated=stores) for its in plans]
+                plans = laid_out = [
+                    self._memory.within_arena(resolved, returns_generated=stores) for resolved in plans
+                ]
                 room = min(room, *(plan.max_new_tokens for plan in plans))
         layouts = [self._memory.layout(plan, room, returns_generated=stores) for plan in laid_out]
         self._parts.check(layouts[0], request.plan.method)
@@ -336,7 +338,7 @@ class DecodeService:
             resolved=plans[chosen],
             room=room,
             returns_generated=stores,
-            retained=tuple((its.transfer_id, its.num_tokens) for its in selections),
+            retained=tuple((selection.transfer_id, selection.num_tokens) for selection in selections),
         )
         sequence = Sequence(
             request=request,
@@ -360,7 +362,7 @@ class DecodeService:
         return sequence
 
     def _resolved(self, request: GenerateRequest) -> list[ResolvedPlan]:
-        """The plan as requested, then with smaller budgets if this worker may use them."""
+        """Return the plan as requested, then with smaller budgets if this worker may use them."""
         smaller = request.plan.budget.smaller() if self._config.elastic_budget else ()
         return [
             resolve_plan(
@@ -412,7 +414,7 @@ class DecodeService:
         self._retained.close()
 
     def _sweep(self) -> None:
-        """Free the memory of leases that have ended and of rows that are there twice, and give up the
+        """Free the memory of leases that have ended and of rows that are retained twice, and give up the
         requests of a wedged engine. It has its own thread, so this works even if the event loop or the engine
         is stuck."""
         while not self._stop_sweeping.is_set():

@@ -1,4 +1,4 @@
-"""One sequence's step once more, eagerly on the torch path: the opinion that decides what a kernel is worth.
+"""Repeats one sequence's step eagerly on the torch path, to decide whether a kernel can be trusted.
 
 Asked after a step whose logits are not finite, and every Nth step with `--shadow-check N`. In every layer the
 kernel's attention is compared with torch's, so that a wrong kernel is named. Only sequences whose rows are
@@ -43,7 +43,7 @@ class ShadowStep:
     def __init__(self, model: LanguageModel, given: StepInput) -> None:
         self._model, self._given = model, given
         found = [cache.batched(given.num_appended) for cache in given.caches]
-        self._rows = [its for its in found if type(its) in KERNELS and its is not None]
+        self._rows = [rows for rows in found if type(rows) in KERNELS and rows is not None]
         self.is_possible = len(self._rows) == len(found) and not model.spec.state_layers
 
     @property
@@ -54,7 +54,7 @@ class ShadowStep:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether a kernel may have run in the step, which may have been quarantined in it."""
+        """True if a kernel may have run in the step, even one that was quarantined during it."""
         return bool(self.ops) or any(is_quarantined(KERNELS[type(rows)].op) for rows in self._rows)
 
     def judge(self, logits: Tensor | None) -> tuple[Opinion, Tensor]:
@@ -82,7 +82,7 @@ class ShadowStep:
         used = self.ops
         self._run(self._attend_and_compare)
         if used == self.ops:
-            # no kernel is wrong by itself now: none of them is trusted
+            # no kernel is wrong by itself now, so none of them is trusted
             reason: Reason = "nan" if logits is None else "wrong_result"
             for op in used:
                 quarantine(op, reason, "a step's logits differ from torch's, each layer's attention does not")
@@ -104,7 +104,7 @@ class ShadowStep:
     def _attend_and_compare(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling
     ) -> Tensor:
-        """By the kernel, then in torch, whose rows stay."""
+        """Attend with the kernel, then with torch, whose rows stay."""
         op = KERNELS[type(self._rows[layer])].op
         result = None
         if not is_quarantined(op):

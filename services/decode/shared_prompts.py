@@ -78,7 +78,7 @@ class SharedPrompts:
             self.entries[request.request_id] = prompt
 
     def take(self, request: GenerateRequest, start: SharedStart) -> SharedPrompt:
-        """The prompt for a request that shares one. Args: start: the request's `shares`.
+        """Return the prompt for a request that shares one. Args: start: the request's `shares`.
 
         Raises:
             TransferFailed: the request's first token cannot be one.
@@ -109,7 +109,7 @@ class SharedPrompts:
         self._parts.call("copy", prompt.name, sequence.name)
 
     def forget(self, request_id: str) -> None:
-        """The request that brought the prompt has ended before its answer did."""
+        """Forget the prompt of a request that ended before its answer did."""
         with self._lock:
             self.entries.pop(request_id, None)
 
@@ -117,7 +117,7 @@ class SharedPrompts:
         """Forget the prompts whose lease has ended."""
         now_s = self._clock()
         with self._lock:
-            for of in [of for of, its in self.entries.items() if its.until_s <= now_s]:
+            for of in [of for of, prompt in self.entries.items() if prompt.until_s <= now_s]:
                 del self.entries[of]
 
     def close(self) -> None:
@@ -127,5 +127,5 @@ class SharedPrompts:
 
 
 def _shared(request: GenerateRequest) -> tuple[object, ...]:
-    """What is equal in requests that share a prompt."""
+    """Return the fields that are equal in requests that share a prompt."""
     return request.prompt_token_ids, request.plan, request.sampling.max_tokens

@@ -78,19 +78,19 @@ class StepRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the batch's next step may be launched before this one's tokens are read."""
+        """True if the batch's next step may be launched before this one's tokens are read."""
         if self._step is None or self._slots is None:
             return False
         return self._step.is_captured and not self._slots.sampler.needs_tokens
 
     @property
     def rows_are_launched(self) -> bool:
-        """Whether batched kernels attend to all rows in the last step; not known after a join or leave."""
+        """True if batched kernels attend to all rows in the last step; not known after a join or leave."""
         return self._step is not None and self._step.attention.rows_are_launched
 
     @property
     def spare_slot(self) -> int | None:
-        """A slot whose sequence would better leave and join again: the step would have fewer slots."""
+        """A slot whose sequence should leave and join again, so that the step has fewer slots."""
         slots = self._slots
         if slots is None or slots.num_slots <= self._num_slots(slots.num_sequences):
             return None
@@ -101,7 +101,7 @@ class StepRunner:
         with self._device.scope():
             self._device.follow(given.written)
             if self._slots is None:
-                arena = next(its for cache in given.caches for its in cache.regions.values())
+                arena = next(region for cache in given.caches for region in cache.regions.values())
                 num_slots = self._num_slots(self._max_batch_size)
                 self._slots = BatchSlots(self._model, self._spec, num_slots, arena)
             slot = self._slots.free_slot()
@@ -110,7 +110,7 @@ class StepRunner:
         return slot
 
     def last_logits(self, slot: int) -> Tensor:
-        """float32 `[V]` on the host, of the last step, which must be done; no later one may be launched."""
+        """Copy the last step's logits, float32 `[V]`, to the host; it must be done, none launched since."""
         assert self._slots is not None, "nothing has been placed"
         with self._device.scope():
             return self._slots.logits[slot].cpu()
@@ -167,10 +167,10 @@ class StepRunner:
         return self._steps[key]
 
     def _num_slots(self, num_sequences: int) -> int:
-        """Rounded up, one graph serves batches of many sizes; without graphs, empty slots only cost time."""
+        """Round slots up for graphs, so that one serves many batch sizes; else empty slots only cost time."""
         return in_buckets(num_sequences) if self._device.captures else num_sequences
 
 
 def lane_of(caches: Iterable[LayerCache], num_appended: int) -> int:
-    """0 for a sequence that batched kernels run whole, 1 for the others."""
+    """Return 0 for a sequence that batched kernels run whole, 1 for the others."""
     return int(any(cache.batched(num_appended) is None for cache in caches))

@@ -49,7 +49,7 @@ class StepDevice:
     captures = False
 
     def scope(self) -> AbstractContextManager[object]:
-        """A context whose device work runs in order."""
+        """Return a context whose device work runs in order."""
         return nullcontext()
 
     def follow(self, written: torch.cuda.Event | None = None) -> None:
@@ -68,7 +68,7 @@ class StepDevice:
         return run
 
     def capture_warm(self, run: Callable[[], None]) -> Callable[[], None]:
-        """As `capture`, of a function that has been run in the scope before: nothing is left to compile."""
+        """Capture, as `capture`, a function that has run in the scope before: nothing is left to compile."""
         return self.capture(run)
 
     def fetch(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Callable[[], bool]]:
@@ -180,7 +180,7 @@ class BatchSlots:
         return len(self._inputs)
 
     def free_slot(self) -> int:
-        """The first empty slot."""
+        """Return the first empty slot."""
         return next(slot for slot in range(len(self._inputs) + 1) if slot not in self._inputs)
 
     def place(self, slot: int, given: StepInput) -> None:
@@ -209,8 +209,8 @@ class BatchSlots:
         self.numbers[:, slot].zero_()
 
     def shape(self, num_slots: int) -> tuple[Hashable, Hashable]:
-        """What a step over the first slots is made for: its attention, and its sampling. If both are equal,
-        steps share a `DecodeStep` and its graph; if the first is, their attention's scratch memory."""
+        """Return what a step over the first slots is made for: its attention, and its sampling. Steps share a
+        `DecodeStep` and its graph if both are equal, and their attention's scratch memory if the first is."""
         return (num_slots, self.attention.signature()), (self.sampler.flavour, self.stop_ids.shape[1])
 
 
@@ -252,7 +252,7 @@ class DecodeStep:
         return StepPath(name="eager", reason=",".join(unbatched) or self._eager_reason)
 
     def prepare_on(self, device: StepDevice, *, eager_steps: int, warn: Callable[[str], None]) -> bool:
-        """Called before each step: capture it if that makes it faster and it has run eagerly often enough.
+        """Capture the step, before a launch, if that makes it faster and it has run eagerly often enough.
 
         The runs that a capture takes change no slot: all of them are inactive meanwhile. If it fails, the
         step runs eagerly `RETRY_STEPS` times, and is tried once more.
@@ -346,7 +346,7 @@ class LaunchedStep:
     errors: dict[int, Exception]
 
     def drawn(self) -> dict[int, list[int]]:
-        """By slot: the token, whether one could be drawn, and whether the slot was active."""
+        """Return by slot the token, whether one could be drawn, and whether the slot was active."""
         return dict(enumerate(self.host_drawn.T.tolist()))
 
     def wait(self, timeout_s: float) -> None:

@@ -58,7 +58,7 @@ SAMPLING = (
 def decode_warm_up(
     config: DecodeConfig, model: LanguageModel, arena: ByteArena, shown: Gauge
 ) -> Callable[[Sequence[StepRunner]], None] | None:
-    """What is to be run before the worker takes sequences, given its lanes; None if there is nothing.
+    """Return what to run before the worker takes sequences, given its lanes; None if there is nothing.
 
     Args: shown: how much of it is done.
     """
@@ -76,7 +76,7 @@ def decode_warm_up(
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4 ... and the largest."""
+    """Return the sizes 1, 2, 4 ... and the largest."""
     sizes = [1 << i for i in range(in_buckets(max_batch_size).bit_length())]
     return sorted({min(size, max_batch_size) for size in sizes})
 
@@ -139,7 +139,7 @@ def warm_up_steps(
 
 @contextmanager
 def _placed(model: LanguageModel, arena: ByteArena, prompt: WarmPrompt) -> Iterator[tuple[LayerCache, ...]]:
-    """A prompt's layers in the arena."""
+    """Place a prompt's layers in the arena while the context lasts."""
     layout = sequence_layout(make_formats(model.spec, prompt.resolved))
     allocation = arena.reserve(layout.size_bytes, owner="warm-up", state="running")
     try:
@@ -151,7 +151,7 @@ def _placed(model: LanguageModel, arena: ByteArena, prompt: WarmPrompt) -> Itera
 
 
 def _kind(cache: LayerCache) -> Hashable:
-    """Caches of equal kinds have the same launches."""
+    """Return a cache's kind. Caches of equal kinds have the same launches."""
     rows = cache.batched(0)
     if rows is None:
         return cache.name
@@ -180,7 +180,7 @@ def _warm_up_sizes(runner: StepRunner, given: StepInput, sizes: list[int], *, in
 
 
 def _warm_up_selection(model: LanguageModel) -> None:
-    """Hybrid sparse attention has other kernels for other budgets and lengths: run them all, over a head
+    """Run all kernels of hybrid sparse attention, which has others for other budgets and lengths, over a head
     without rows."""
     if dispatch.planned_path("hsa", model.device) == "torch":
         return

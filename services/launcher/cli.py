@@ -26,7 +26,7 @@ from kvferry.shared.process.command_line import CommandLine, run_app
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
-from kvferry.tools.evaluation.calibration_config import CalibrateEpsilonConfig, CalibrateQualityConfig
+from kvferry.tools.evaluation.calibration_config import CalibrateConfig
 from kvferry.tools.evaluation.config import HIDDEN_OPTIONS, EvalConfig
 from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
@@ -39,15 +39,18 @@ OPERATING = "Operating"
 command_line = CommandLine("kvferry", "Long-context chat whose KV cache is compressed before it travels.")
 app, command = command_line.app, command_line.command
 calibrate = App(
-    name="calibrate", help="Measure epsilon tables or quality curves of a model, or a machine.", group=TOOLS
+    name="calibrate",
+    help="Measure how much of a prompt each method needs with a model, and RDKV's distortion table of it; "
+    "services find both by the model.",
+    group=TOOLS,
 )
 app.command(calibrate)
 app.register_install_completion_command()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; ends the process with an exit code."""
-    # The first process of a container has no default actions: the kernel drops what it has no handler for.
+    """Run the console script; end the process with an exit code."""
+    # The first process of a container has no default actions: the kernel drops signals without a handler.
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -144,20 +147,11 @@ def eval(config: EvalConfig) -> int:
     return run(config)
 
 
-@command(CalibrateEpsilonConfig, parent=calibrate, hidden=HIDDEN_OPTIONS)
-def epsilon(config: CalibrateEpsilonConfig) -> int:
-    """Measure RDKV's distortion table on a model's own K and V, for the services' --epsilon-tables."""
-    from kvferry.tools.evaluation.calibrate import calibrate_epsilon
+@command(CalibrateConfig, parent=calibrate, is_default=True, hidden=HIDDEN_OPTIONS)
+def calibrate_model(config: CalibrateConfig) -> int:
+    from kvferry.tools.evaluation.calibrate import calibrate
 
-    return calibrate_epsilon(config)
-
-
-@command(CalibrateQualityConfig, parent=calibrate, hidden=HIDDEN_OPTIONS)
-def quality(config: CalibrateQualityConfig) -> int:
-    """Fit how much of a prompt each method needs for a wanted quality, for the router's --calibration."""
-    from kvferry.tools.evaluation.calibrate import calibrate_quality
-
-    return calibrate_quality(config)
+    return calibrate(config)
 
 
 @command(CalibrateMachineConfig, parent=calibrate)
@@ -246,7 +240,12 @@ def prefill(config: PrefillConfig) -> None:
     """Run prompts, compress and ship their KV, and keep sessions' history."""
     from kvferry.services.prefill.server import run
 
-    asyncio.run(run(config))
+    calibrate = None
+    if config.calibrate:
+        from kvferry.tools.evaluation.calibrate import worker_calibration
+
+        calibrate = worker_calibration(config.model, config.calibration)
+    asyncio.run(run(config, calibrate))
 
 
 @command(DecodeConfig, group=SERVICES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -48,7 +49,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         900.0,
         gt=0,
         description="how long the services may take to become ready; on a GPU, kernels are compiled at the "
-        "first start",
+        "first start. Not with --calibrate",
     )
     log_level: Annotated[LogLevel, PROCESS] = Field("warning", description="least severe messages to log")
     shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
@@ -56,7 +57,7 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     )
 
     def _workers_listen(self) -> dict[str, str]:
-        # `listen` is the router's, which has keys; what workers say to one another stays on this machine
+        # `listen` is the router's, which has keys; the workers' traffic stays on this machine
         return {name: getattr(self, name) for name in ("prefill_metrics_listen", "decode_metrics_listen")}
 
     @model_validator(mode="after")
@@ -67,6 +68,11 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
                 "set"
             )
         return self
+
+    @property
+    def ready_within_s(self) -> float:
+        """The time in which the services must become ready; no limit with a calibration."""
+        return math.inf if self.calibrate else self.start_timeout_s
 
 
 HIDDEN_FROM_SERVE = frozenset(

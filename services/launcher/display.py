@@ -27,8 +27,9 @@ class Display:
         self._console = console or Console(highlight=False)
 
     @contextlib.contextmanager
-    def starting(self, model: str) -> Iterator[None]:
-        with self._console.status(f"starting prefill, decode and router with {model} ..."):
+    def starting(self, model: str, *, calibrates: bool = False) -> Iterator[None]:
+        first = " and calibrating it, which takes minutes the first time" if calibrates else ""
+        with self._console.status(f"starting prefill, decode and router with {model}{first} ..."):
             yield
 
     def ready(
@@ -62,7 +63,7 @@ class Display:
 
 
 def curl_line(base_url: str, model: str, *, needs_key: bool = False) -> str:
-    """A shell command that sends a first request in a session."""
+    """Return a shell command that sends a first request in a session."""
     body = {
         "model": model,
         "session_id": "hello",

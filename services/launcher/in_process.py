@@ -46,7 +46,12 @@ class InProcessStack:
 
     async def start(self) -> None:
         config = self._config
-        install_tables(config.epsilon_tables)
+        calibrate = None
+        if config.calibrate:
+            from kvferry.tools.evaluation.calibrate import worker_calibration
+
+            calibrate = worker_calibration(config.model, config.calibration)
+        install_tables(config.epsilon_tables, calibration=config.calibration)
         self._open.callback(setup_tracing(config.otlp_endpoint, "serve"))
         prefill_threads, decode_threads = divide_threads(config.threads)
         torch.set_num_threads(prefill_threads)
@@ -55,8 +60,9 @@ class InProcessStack:
             PrefillConfig, config, metrics_listen=config.prefill_metrics_listen, threads=str(prefill_threads)
         )
         model = await load_workers_model(prefill_config)
+        build = partial(build_prefill, prefill_config)
         prefill, prefill_metrics = await start_service(
-            prefill_config, "prefill", model, partial(build_prefill, prefill_config), hub, self._open
+            prefill_config, "prefill", model, build, hub, self._open, calibrate=calibrate
         )
         decode_config = settings_of(
             DecodeConfig, config, metrics_listen=config.decode_metrics_listen, threads=str(decode_threads)
@@ -80,6 +86,6 @@ class InProcessStack:
 
 
 def settings_of(settings: type[S], config: ServeConfig, **chosen: str) -> S:
-    """The settings of one service: those of `kvferry serve`, and what the launcher chose."""
+    """Return the settings of one service: those of `kvferry serve`, and what the launcher chose."""
     given = {field: getattr(config, field) for field in settings.model_fields}
     return settings(**{**given, **chosen})

@@ -3,7 +3,7 @@
     kvferry serve Qwen/Qwen3-4B --host 0.0.0.0 --port 8000 --max-num-seqs 32
     kvferry serve --model Qwen/Qwen3-4B --listen 0.0.0.0:8000 --max-batch-size 32
 
-What has no counterpart is left out where it changes no answer, and refused where it would. Either way a
+A flag without a counterpart is left out if it changes no answer, and refused if it would. Either way a
 sentence says so.
 """
 
@@ -66,7 +66,7 @@ _REFUSED = {
 
 
 def as_ours(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of `kvferry serve` with our options in place of theirs.
+    """Return the arguments of `kvferry serve` with our options in place of theirs.
 
     Returns: the arguments, and a sentence for each that was left out.
     Raises: ConfigurationError: one that would change what is served.
@@ -97,7 +97,7 @@ def as_ours(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _apart(arguments: Sequence[str]) -> list[str]:
-    """Each of their options apart from its value: `--port=8000` is two words. Ours stay as they are."""
+    """Split each of their options from its value: `--port=8000` becomes two words. Ours stay as they are."""
     theirs = {"--host", "--port", *_SAME, *_NEEDLESS, *_DECIDED, *_REFUSED}
     words = list[str]()
     for argument in arguments:

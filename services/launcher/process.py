@@ -57,12 +57,12 @@ opens nothing: these do not survive a fork."""
 
 
 def may_use_gpu(device: str) -> bool:
-    """Whether services with this device option use a GPU, if torch is built for it."""
+    """Return whether services with this device option use a GPU, if torch is built for it."""
     return device != "cpu" and any(path.exists() for path in _NVIDIA)
 
 
 def process_context(device: str) -> ForkServerContext | SpawnContext:
-    """How services' processes are made.
+    """Return the context that makes the services' processes.
 
     Without a GPU they are forked from a process that has imported what all of them need: that takes a third
     of the time, and they share the memory of the libraries. CUDA does not work in a forked process if a
@@ -142,7 +142,7 @@ class ServiceProcess:
         process = self._context.Process(
             target=run_service, args=([self.role], variables, theirs), name=f"kvferry {self.role}"
         )
-        # it returns when the process exists, which the first time is when imports are done
+        # it returns when the process exists; the first time, that is when the imports are done
         starting = asyncio.create_task(asyncio.to_thread(process.start))
         try:
             await asyncio.shield(starting)

@@ -6,6 +6,7 @@ Where that is not supported, blocks go over ZeroMQ's ipc.
     close: router (drains) ──► prefill and decode
 
 On a GPU decode starts once prefill listens: its arena is a part of the memory that prefill's weights leave.
+It also does where prefill calibrates the model, because decode then finds the distortion table.
 
 A service that ends is restarted on the same addresses. Settings are passed through a pipe, not on the command
 line, where other users of the machine could read keys.
@@ -55,7 +56,7 @@ class ProcessStack:
         prefill_threads, decode_threads = divide_threads(config.threads)
         start_prefill = partial(self._start_worker, "prefill", config.prefill_metrics_listen, prefill_threads)
         start_decode = partial(self._start_worker, "decode", config.decode_metrics_listen, decode_threads)
-        if may_use_gpu(config.device):
+        if may_use_gpu(config.device) or config.calibrate:
             prefill, decode = await start_prefill(), await start_decode()
         else:
             prefill, decode = await asyncio.gather(start_prefill(), start_decode())
@@ -101,7 +102,7 @@ class ProcessStack:
         ready_file = Path(self._folder.name) / f"{role}.ready"
         process = ServiceProcess(role, settings=given | chosen, ready_file=ready_file, context=self._context)
         self._processes[role] = process
-        addresses = await process.start(config.start_timeout_s)
+        addresses = await process.start(config.ready_within_s)
         bound = {"listen": addresses["address"], "metrics_listen": addresses["metrics"]}
         process.pin(**{field: bound[field] for field in bound.keys() & chosen})
         return addresses
@@ -112,7 +113,7 @@ class ProcessStack:
 
 
 def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, int]:
-    """CPU threads of prefill and decode. Prefill, which is bound by arithmetic, may use every processor.
+    """Return CPU threads of prefill and decode. Prefill, bound by arithmetic, may use every processor.
 
     Both are seldom busy for long at the same time, and then the system divides the processors. Measured on
     two of them, that makes long prompts faster by a third and slows no decode step.
@@ -126,7 +127,7 @@ def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, in
 
 
 def usable_cpus() -> int:
-    """Processors that this process may run on."""
+    """Count the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -42,7 +42,7 @@ async def serve(config: ServeConfig) -> int:
     stopped = asyncio.create_task(wait_for_signal())
     starting = asyncio.create_task(_start(stack, config))
     try:
-        with display.starting(config.model_name or config.model):
+        with display.starting(config.model_name or config.model, calibrates=config.calibrate):
             await asyncio.wait({stopped, starting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             model = starting.result()
@@ -77,7 +77,7 @@ def _stack(config: ServeConfig) -> ProcessStack | InProcessStack:
 async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> str:
     """Start the stack and wait until it can serve; returns the model's public id."""
     try:
-        async with asyncio.timeout(config.start_timeout_s):
+        async with asyncio.timeout(config.ready_within_s):
             await stack.start()
             keys = split_list(config.api_keys)
             headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
@@ -95,7 +95,7 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
 
 
 def _own_certificate(config: ServeConfig) -> ssl.SSLContext | bool:
-    """Trust in the certificate that is served, whatever name and whoever's signature it has."""
+    """Trust the certificate that is served, whatever its name and signature."""
     if not config.tls_cert:
         return False
     context = ssl.create_default_context(cafile=config.tls_cert)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.process.config import HistoryBits, StoredSettings, WorkerSettings
-from kvferry.shared.process.options import CAPACITY, HISTORY, TIMEOUTS, Bytes, Seconds
+from kvferry.shared.process.options import CAPACITY, COMPRESSION, HISTORY, TIMEOUTS, Bytes, Seconds
 
 _MEMORY_SHARE = 4
 
@@ -16,6 +16,11 @@ _MEMORY_SHARE = 4
 class PrefillConfig(WorkerSettings, StoredSettings):
     """Options of `kvferry prefill`; see `WorkerSettings` and `StoredSettings` for the rest."""
 
+    calibrate: Annotated[bool, COMPRESSION] = Field(
+        False,
+        description="before serving, do what kvferry calibrate does if the calibration folder has nothing of "
+        "the model; takes minutes",
+    )
     history_bytes: Annotated[Bytes, HISTORY] = Field(
         0,
         ge=0,
@@ -61,7 +66,16 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
     )
 
+    @model_validator(mode="after")
+    def _is_calibrated_in_one_process(self) -> Self:
+        if self.calibrate and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel} with calibrate; it must be 1, or the model be "
+                "calibrated with kvferry calibrate"
+            )
+        return self
+
 
 def history_size_bytes(config: PrefillConfig) -> int:
-    """The size of host memory's history; see `PrefillConfig.history_bytes`."""
+    """Return the size of host memory's history; see `PrefillConfig.history_bytes`."""
     return config.history_bytes or available_memory_bytes() // _MEMORY_SHARE

@@ -27,6 +27,7 @@ from kvferry.services.prefill.turns import HistoryReceiver
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest, repeats_prompt
+from kvferry.shared.compression.rdkv.epsilon import stand_in
 from kvferry.shared.control.messages import FirstToken, TokenGenerated
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
@@ -118,15 +119,15 @@ class PrefillEngine:
             self._stopping = True
             started = self._schedule.started
             self._condition.notify_all()
-        for its in started:
-            its.job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
+        for each in started:
+            each.job.cancel(WorkerUnavailable("the prefill worker is shutting down", reason="closed"))
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
         self._handing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def ready(self) -> bool:
-        """Whether a layer or a probe has finished recently."""
+        """True if a layer or a probe has finished recently."""
         is_recent = self._clock() - self.heartbeat.last_s < _READY_TIMEOUT_S
         return self._thread.is_alive() and self._has_worked and is_recent
 
@@ -209,7 +210,7 @@ class PrefillEngine:
             self._probe()
 
     def _pause(self, job: PrefillJob) -> None:
-        """Between two operations of a long pass: end it if it was cancelled; run a job that overtakes it."""
+        """End a long pass between two operations if it was cancelled; run a job that overtakes it."""
         job.check_cancelled()
         now_s = self.heartbeat.last_s = self._clock()
         self._copies.pace()
@@ -241,7 +242,7 @@ class PrefillEngine:
         self.heartbeat.last_s = self._clock()
 
     def _work(self, job: PrefillJob) -> float:
-        """A prompt's work, in arbitrary units: its tokens' projections, and their attention."""
+        """Return a prompt's work, in arbitrary units: its tokens' projections, and their attention."""
         spec = self._model.spec
         num_tokens = len(job.request.prompt_token_ids)
         num_new = num_tokens - self.turns.expected_reuse(job.request)
@@ -315,7 +316,7 @@ class PrefillEngine:
                 num_blocks=0,
                 payload_bytes=0,
                 first_token=token,
-                draft=tuple([its.token_id for its in draft]),
+                draft=tuple([each.token_id for each in draft]),
             )
         )
         rows, now_s = job.transfer.rows, self._clock()
@@ -333,7 +334,7 @@ class PrefillEngine:
         return shipped
 
     def _tell(self, started: Started, logprobs: PromptLogprobs | None, token: SampledToken) -> None:
-        """Tell the service of a token that the opening has drawn."""
+        """Give the service a token that the opening has drawn."""
         job = started.job
         if len(job.opening.tokens) > 1:
             job.tell(TokenGenerated(token=token))
@@ -351,6 +352,7 @@ class PrefillEngine:
             prompt_logprobs=tuple(logprobs.tokens) if logprobs is not None else (),
             sibling_tokens=job.sibling_tokens,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
+            epsilon_table=stand_in(job.resolved, fingerprint=self._model.spec.fingerprint),
         )
         job.tell(first)
 
@@ -384,7 +386,7 @@ class PrefillEngine:
             start=0,
             num_tokens=resolved.num_prompt_tokens,
             plan_digest=plan_digest(resolved),
-            layer_rows=tuple(its.rows for its in measured.layers) if is_measured(resolved) else (),
+            layer_rows=tuple(layer.rows for layer in measured.layers) if is_measured(resolved) else (),
             history_endpoint=self._history_endpoint if with_history else "",
             history_credit_bytes=_HISTORY_CREDIT_BYTES if with_history else 0,
             traceparent=carrier().get("traceparent", ""),

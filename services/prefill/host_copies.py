@@ -1,4 +1,4 @@
-"""How a layer leaves the engine's thread, and its history comes to the device.
+"""Moves layers from the engine's thread to the sender, and history to the device.
 
 Place in the request's path: between a layer's compression and the sender and the history store
 (`prompt_pass.py`). Its tensors are copied to the host while the next layer is computed (`HostCopies`);
@@ -32,7 +32,7 @@ class HostCopies:
     """One thread's copies. This class serves tensors on the host, which it returns as they are."""
 
     def scope(self) -> AbstractContextManager[object]:
-        """The context in which the thread computes; on CUDA, its own stream."""
+        """Return the context in which the thread computes; on CUDA, its own stream."""
         return nullcontext()
 
     def start(self, tensors: Sequence[Tensor]) -> Arrived:
@@ -45,7 +45,7 @@ class HostCopies:
         return lambda: tuple(tensors)
 
     def time(self, clock: Callable[[], float]) -> Callable[[], Elapsed]:
-        """Begin to time what is computed from now on; the result ends that, and waits for nothing.
+        """Begin to time what is computed from now on. Calling the result ends the timing, without waiting.
 
         Args: clock: seconds of the thread.
         """
@@ -58,11 +58,11 @@ class HostCopies:
         return end
 
     def pace(self) -> None:
-        """Called between operations of a long pass: wait until the device has few of them left to do, so that
-        the next ones, which may be another prompt's, begin soon."""
+        """Wait between operations of a long pass until the device has few of them left, so that the next
+        ones, which may be another prompt's, begin soon."""
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether so many bytes can stay on the device beside what a pass needs."""
+        """Return whether this many bytes can stay on the device beside what a pass needs."""
         return True
 
 
@@ -103,7 +103,7 @@ class PinnedCopies(HostCopies):
 
     def upload(self, tensors: Sequence[Tensor]) -> Arrived:
         with torch.cuda.stream(self._uploading):
-            copies = tuple(its.pin_memory().to(self._device, non_blocking=True) for its in tensors)
+            copies = tuple(tensor.pin_memory().to(self._device, non_blocking=True) for tensor in tensors)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(self._uploading)
 
@@ -150,7 +150,7 @@ class PinnedCopies(HostCopies):
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Host copies for a model's device."""
+    """Return the host copies for a model's device."""
     return PinnedCopies(device) if device.type == "cuda" else HostCopies()
 
 
@@ -200,7 +200,7 @@ class HandOver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """If the pass has failed: what has not begun does not run, and nobody waits for what has."""
+        """Drop the work that has not begun if the pass has failed; nobody waits for work that has begun."""
         if self._running is not None:
             self._running.cancel()
             self._running = None
@@ -208,5 +208,5 @@ class HandOver:
 
 def _run(work: Sequence[Callable[[], None]]) -> None:
     with torch.inference_mode():
-        for its in work:
-            its()
+        for task in work:
+            task()

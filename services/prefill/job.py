@@ -160,7 +160,7 @@ class PrefillJob:
 
     @property
     def ships_draft(self) -> bool:
-        """Whether a draft's tokens are the completion's: not where siblings share the prompt."""
+        """True if a draft's tokens are the completion's: not where siblings share the prompt."""
         return not self.request.siblings
 
     @property
@@ -169,11 +169,11 @@ class PrefillJob:
 
     @property
     def num_reused(self) -> int:
-        """How many of the prompt's first tokens the staged turn continues from."""
+        """The number of the prompt's first tokens that the staged turn continues from."""
         return self.turn.reused_tokens if self.turn is not None else 0
 
     def check_cancelled(self) -> None:
-        """Raises the error that `cancel` was called with, if it was called."""
+        """Raise the error that `cancel` was called with, if it was called."""
         if self._cancellation is not None:
             raise self._cancellation
 
@@ -196,7 +196,7 @@ class PrefillJob:
             self.ticket = ticket
 
     def cause(self, error: KvferryError) -> KvferryError:
-        """Why the work ended: the cancellation if there was one, because it caused `error`."""
+        """Return why the work ended: the cancellation if there was one, because it caused `error`."""
         return self._cancellation or error
 
     def cancel(self, error: KvferryError) -> None:
@@ -246,8 +246,8 @@ class SessionTurns:
         self.shipped = ShippedSelections(max_bytes=index_bytes)
 
     def expected_reuse(self, request: PrefillRequest) -> int:
-        """How many of the prompt's first tokens will probably be cached: those that host memory has of the
-        session. Any thread may ask."""
+        """Count the prompt's first tokens that will probably be cached: those that host memory has of the
+        session. Any thread may call this."""
         if request.session is None:
             return 0
         return self._store.num_reusable(request.session, request.prompt_token_ids)
@@ -258,7 +258,7 @@ class SessionTurns:
         if request.session is None:
             return
         if request.session.is_implicit and (job.num_observed is None or not self._is_exact):
-            return  # with the stored rows the answer would be another one
+            return  # with the stored rows the answer would differ
         turn = job.turn = self._store.begin(
             request.session,
             request.request_id,
@@ -298,7 +298,7 @@ class SessionTurns:
         self._metrics.history_choices.labels("recompute", "miss").inc()
 
     def end(self, job: PrefillJob, rows: ShippedRows) -> None:
-        """After the last layer was passed to the sender: record the rows that decode will retain."""
+        """Record the rows that decode will retain, after the last layer was passed to the sender."""
         session = job.retained_as
         if session is None:
             return
@@ -315,7 +315,7 @@ class SessionTurns:
         self.shipped.put(session, selection, retained=job.retained if job.num_reused else None)
 
     def _retained(self, job: PrefillJob) -> RetainedChain | None:
-        """Rows that decode retains from the last turns and that equal the history's rows bit for bit."""
+        """Return rows that decode retains from the last turns and that equal the history's bit for bit."""
         session, ticket, turn = job.retained_as, job.ticket, job.turn
         if session is None or turn is None:
             return None
@@ -345,7 +345,7 @@ class PromptLogprobs:
         self._count = count
 
     def add(self, first: int, logits: Tensor) -> None:
-        """Args: logits `[t, V]` of the tokens at positions `first` and after; they predict the next ones."""
+        """Add a chunk. Args: logits `[t, V]` of the tokens from `first` on, which predict the next ones."""
         following = self._token_ids[first + 1 : first + 1 + logits.shape[0]]
         logprobs = logits[: len(following)].to(torch.float64).log_softmax(-1)
         own = logprobs[range(len(following)), list(following)].tolist()

@@ -3,9 +3,9 @@
     rank 0        opens a transfer, in every rank ──► passes ──► waits for all acknowledgements
     the others    `rank.py`: each layer's heads are compressed and sent there
 
-A part is blocks of some KV heads, straight to the rank of decode with these heads. Of what other ranks ship,
-rank 0 learns the numbers alone: which layers have been sent, the positions of rows for the session's next
-turn, bytes and seconds.
+A part is the blocks of some KV heads, sent straight to the rank of decode with these heads. Of what other
+ranks ship, rank 0 learns only numbers: which layers have been sent, the positions of rows for the session's
+next turn, bytes and seconds.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class PromptTransfer:
                 raise TransferFailed(f"layer {layer}: {error}", reason=error.reason) from error
         for part, heads in zip(self._parts, divided, strict=True):
             named = [
-                NamedTensor(name=name, tensor=its, kind=kinds.get(name, "rows"))
-                for name, its in heads.items()
+                NamedTensor(name=name, tensor=tensor, kind=kinds.get(name, "rows"))
+                for name, tensor in heads.items()
             ]
             part.send_layer(layer, named)
 
@@ -174,9 +174,9 @@ class PromptTransfer:
         """See `OutgoingTransfer.wait`: the seconds of the part that took longest."""
         deadline_s = time.monotonic() + timeout_s
         first = self._parts[0]
-        first.wait_for(lambda: any(its.has_failed for its in self._parts) or self.is_over, timeout_s)
+        first.wait_for(lambda: any(each.has_failed for each in self._parts) or self.is_over, timeout_s)
         try:
-            in_order = sorted(self._parts, key=lambda its: not its.is_over)  # those that failed come first
+            in_order = sorted(self._parts, key=lambda each: not each.is_over)  # those that failed come first
             return max([part.wait(max(0.0, deadline_s - time.monotonic())) for part in in_order])
         except BaseException:
             self._abort_parts("aborted")
@@ -214,7 +214,7 @@ class PromptTransfer:
 
     @property
     def resent_bytes(self) -> int:
-        return sum(its.resent_bytes for its in self._parts)
+        return sum(part.resent_bytes for part in self._parts)
 
 
 class PrefillRanks:
@@ -306,7 +306,7 @@ class PrefillRanks:
         return transfer
 
     def end(self, key: TransferKey, reason: str = "") -> None:
-        """Nothing more is wanted of a transfer. Args: reason: to abort it, also while a pass runs."""
+        """Forget a transfer that is no longer needed. Args: reason: to abort it, also while a pass runs."""
         assert self._lead is not None, "there are other ranks"
         if reason:
             self._lead.aside((key, reason))
@@ -393,7 +393,7 @@ class RankedTransfer(PromptTransfer):
     # ---- what the other ranks say ------------------------------------------------------------------------
 
     def sent(self, rank: int, layer: int, rows: ShippedRows | None) -> None:
-        """A rank's sender has a layer. Args: rows: of all layers, with the last of them."""
+        """Note that a rank's sender has a layer. Args: rows: of all layers, with the last of them."""
         with self._condition:
             if rows is not None:
                 self._rows[rank] = rows
@@ -403,7 +403,7 @@ class RankedTransfer(PromptTransfer):
     def acknowledged(
         self, rank: int, transfer_s: float, bytes_by_kind: Mapping[str, int], resent_bytes: int
     ) -> None:
-        """Decode has a rank's heads. Args: as of `OutgoingTransfer`."""
+        """Note that decode has a rank's heads. Args: as of `OutgoingTransfer`."""
         with self._condition:
             self._seconds[rank] = transfer_s
             self._bytes.update(bytes_by_kind)
@@ -411,7 +411,7 @@ class RankedTransfer(PromptTransfer):
             self._condition.notify_all()
 
     def failed(self, rank: int, error: KvferryError) -> None:
-        """A rank's heads could not be compressed or shipped."""
+        """End the transfer, because a rank's heads could not be compressed or shipped."""
         self.fail(type(error)(f"rank {rank}: {error.message}", reason=error.reason))
 
     def fail(self, error: KvferryError, *, reason: str = "") -> KvferryError:
@@ -427,7 +427,7 @@ class RankedTransfer(PromptTransfer):
 
     @contextmanager
     def _one_for_all(self) -> Iterator[None]:
-        """If this rank's heads fail here, all do. Raises: why the transfer failed first."""
+        """Fail all ranks if this rank's heads fail here. Raises: why the transfer failed first."""
         try:
             yield
         except KvferryError as error:
@@ -436,7 +436,7 @@ class RankedTransfer(PromptTransfer):
             raise
 
     def _await(self, is_so: Callable[[], bool], deadline_s: float, what: str) -> None:
-        """Raises: why the transfer failed; TransferFailed ("timeout"): it is not so by then."""
+        """Wait for `is_so`. Raises: why the transfer failed; TransferFailed ("timeout"): the wait is over."""
         with self._condition:
             left_s = max(0.0, deadline_s - time.monotonic())
             in_time = self._condition.wait_for(lambda: self._error is not None or is_so(), left_s)

@@ -143,7 +143,7 @@ class PromptPass:
             self._handing.settle()
         assert self._job.transfer is not None, "layers were shipped"
         self.times.pack_s += self._job.transfer.sending_s
-        # not before: the device would have nothing queued while a layer's time is waited for
+        # not earlier: the device would have nothing queued while this thread waits for a layer's time
         self.times.compress_s += sum([elapsed_s() for elapsed_s in self._compressing])
         assert self._shipped_layers == self._model.spec.num_layers, self._shipped_layers
         return logits
@@ -243,7 +243,7 @@ class PromptPass:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Around the load of a layer's history, which is not interrupted."""
+        """Enclose the load of a layer's history, which is not interrupted."""
         self._job.check_cancelled()
         self._pauses.allowed = False
         begin_s = self._clock()
@@ -261,7 +261,7 @@ class PromptPass:
 
     @contextmanager
     def _handing_over(self, layer: int) -> Iterator[None]:
-        """Around what is done with a layer that the model has run, which is then handed over."""
+        """Enclose the work on a layer that the model has run; then hand it over."""
         self._job.check_cancelled()
         self._pauses.allowed = False
         yield
@@ -286,12 +286,12 @@ class PromptPass:
         self.times.compress_s += self._clock() - begin_s
 
     def _num_left_bytes(self, inputs: LayerInputs) -> int:
-        """What K and V of the layers from this one on take, twice because a draft joins its rows to them."""
+        """Return the bytes of K and V of this and later layers, doubled: a draft joins its rows to them."""
         num_left = 2 * (self._model.spec.num_layers - inputs.layer) + 2
         return num_left * self._num_distinct * inputs.keys.nbytes
 
     def _ship_waiting(self, logits: Tensor) -> None:
-        """After the pass: compress the layers that wait and ship them. Args: logits: of the last token."""
+        """Compress and ship, after the pass, the layers that wait. Args: logits: of the last token."""
         states: Mapping[int, Tensors] = self._states
         if self._repeats:
             self._repeat()
@@ -334,7 +334,7 @@ class PromptPass:
         return drafted.tokens[-1].states if ships and drafted.tokens else self._states
 
     def _repeat(self) -> None:
-        """Give the layers that wait what their tokens are attended to while the prompt is repeated."""
+        """Give the layers that wait the attention that their tokens get while the prompt is repeated."""
         begin_s = self._clock()
         prompt, num_layers = self._job.request.prompt_token_ids, self._model.spec.num_layers
 
@@ -359,7 +359,7 @@ class PromptPass:
         self.times.compress_s += self._clock() - begin_s
 
     def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
-        """The layer with K and V on another device."""
+        """Return the layer with K and V on another device."""
         inputs = layer.inputs
         distinct = (inputs.keys, inputs.values)[: self._num_distinct]
         keys, values = self._rows([rows.to(device) for rows in distinct])
@@ -384,8 +384,8 @@ class PromptPass:
         self._ship(layer, Encoded(tensors=tuple(state.values()), names=tuple(state)))
 
     def _ship(self, layer: int, encoded: Encoded) -> None:
-        """Ship the layers that are complete, this one among them, up to the first that is not. Where layers
-        wait, states do until the transfer is open."""
+        """Ship the layers that are complete, including this one, up to the first that is not. Where layers
+        wait, states wait until the transfer is open."""
         self._complete[layer] = encoded
         transfer, spec = self._job.transfer, self._model.spec
         while transfer is not None and self._shipped_layers < spec.num_layers:
@@ -421,6 +421,6 @@ class PromptPass:
         self._handing.work.append(staged)
 
     def _rows(self, arrived: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V, of which those were copied that are no views."""
+        """Return K and V from the tensors that were copied; one that is a view was not."""
         keys, *values = arrived
         return keys, values[0] if values else keys[..., : self._model.spec.latent_dim]

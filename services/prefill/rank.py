@@ -80,7 +80,7 @@ class Shipment:
         self._transfer.abort(reason)
 
     def _send(self, layer: int, send: Callable[[], None]) -> None:
-        """On the pool; raises nothing."""
+        """Send a layer, on the pool. Raises nothing."""
         if self._failed.is_set():
             return
         try:
@@ -190,6 +190,6 @@ class PrefillRank(FollowingRank):
         self._shipments[key] = Shipment(self, key, transfer, timeout_s)
 
     def forget(self, key: TransferKey) -> None:
-        """Nothing more is wanted of a transfer; it is aborted if it is not over."""
+        """Forget a transfer that is no longer needed; abort it if it is not over."""
         if (shipment := self._shipments.pop(key, None)) is not None:
             shipment.abort("forgotten")

@@ -54,11 +54,11 @@ class Started:
     fraction: float = 0.0
 
     def ran_s(self, now_s: float) -> float:
-        """How long it has run, without the time for which it was overtaken."""
+        """Return how long it has run, without the time for which it was overtaken."""
         return self.earlier_s + (now_s - self.resumed_s if self.resumed_s is not None else 0.0)
 
     def waited_s(self, now_s: float) -> float:
-        """For how long it has been overtaken."""
+        """Return how long it has been overtaken."""
         return now_s - self.begin_s - self.ran_s(now_s)
 
 
@@ -123,7 +123,7 @@ class Schedule:
         self._speeds: dict[str, _Speed] = {"": _Speed()}
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Count the waiting prompts."""
         return sum(map(len, self._waiting.values()))
 
     @property
@@ -133,16 +133,16 @@ class Schedule:
 
     @property
     def started(self) -> tuple[Started, ...]:
-        """Those in mid-pass; the last one runs."""
+        """The prompts in mid-pass; the last one runs."""
         return tuple(self._started)
 
     @property
     def left_s(self) -> float:
-        """How long those in mid-pass still take, after which a place is free; 0 before any has been timed."""
+        """The time until those in mid-pass are done and a place is free; 0 before any has been timed."""
         return sum(map(self._left, self._started)) if self._is_timed else 0.0
 
     def is_long(self, job: PrefillJob) -> bool:
-        """Whether its pass can be interrupted. Only the thread that runs prompts may ask."""
+        """Return whether a job's pass can be interrupted. Only the thread that runs prompts may call this."""
         is_slow = self._is_timed and self._estimate(job) >= LONG_S
         return is_slow or job.resolved.num_prompt_tokens >= LONG_TOKENS
 
@@ -160,8 +160,8 @@ class Schedule:
         return True
 
     def give_way(self, owner: str) -> PrefillJob | None:
-        """Remove and return the last waiting job of the owner that has most, if it has more than `owner` with
-        one more would."""
+        """Remove and return the last waiting job of the owner that has most, if it has more than `owner`
+        would have with one more."""
         most = max(self._waiting.values(), key=len, default=[])
         if len(most) <= len(self._waiting.get(owner, ())) + 1:
             return None
@@ -171,7 +171,7 @@ class Schedule:
 
     def clear(self) -> list[PrefillJob]:
         """Remove all waiting jobs and return them."""
-        jobs = [job for its in self._waiting.values() for job in its]
+        jobs = [job for queue in self._waiting.values() for job in queue]
         self._waiting.clear()
         return jobs
 
@@ -201,7 +201,7 @@ class Schedule:
         return None
 
     def finish(self, now_s: float, *, is_whole: bool) -> None:
-        """The running job has ended; the one that it overtook goes on.
+        """End the running job; the one that it overtook goes on.
 
         Args: is_whole: whether it has done all of its work, so that its time tells the method's speed.
         """
@@ -227,7 +227,7 @@ class Schedule:
         return started
 
     def _in_turn(self, now_s: float) -> list[list[PrefillJob]]:
-        """The waiting prompts of each owner, in fair order."""
+        """Return the waiting prompts of each owner, in fair order."""
 
         def rank(owner: str) -> tuple[float, int]:
             share = self._shares.get(owner)
@@ -236,8 +236,8 @@ class Schedule:
         return [self._waiting[owner] for owner in sorted(self._waiting, key=rank)]
 
     def _has_had_less(self, job: PrefillJob, now_s: float) -> bool:
-        """Whether a job may overtake the only prompt in mid-pass because its owner's prompts ran less of late
-        than those of that one's owner, itself included."""
+        """Return whether a job may overtake the only prompt in mid-pass because its owner's prompts, itself
+        included, ran less of late than those of the running prompt's owner."""
         running = self._started[0]
         if len(self._started) > 1 or job.owner == running.job.owner or not self._is_timed:
             return False
@@ -252,20 +252,20 @@ class Schedule:
         return self._speeds[""].work > 0
 
     def _estimate(self, job: PrefillJob) -> float:
-        """Seconds that a job takes alone; units of work before any has been timed."""
+        """Return the seconds that a job takes alone; units of work before any has been timed."""
         speed = self._speeds.get(job.method, self._speeds[""])
         return job.work * (speed.ran_s / speed.work if speed.work else 1.0)
 
     def _left(self, started: Started) -> float:
-        """The part of the estimate that is still to be done."""
+        """Return the part of the estimate that is still to be done."""
         return self._estimate(started.job) * (1 - started.fraction)
 
     def _whole_s(self, started: Started, now_s: float) -> float:
-        """The estimate, or how long it has run already."""
+        """Return the estimate, or how long it has run already if that is longer."""
         return max(self._estimate(started.job), started.ran_s(now_s))
 
     def _longest_s(self, now_s: float) -> float:
-        """How long the next to overtake may take, for none in mid-pass to wait for too long."""
+        """Return how long the next to overtake may take so that none in mid-pass waits too long."""
         longest_s, above_s = float("inf"), 0.0
         for started in reversed(self._started):
             ran_s, whole_s = started.ran_s(now_s), self._whole_s(started, now_s)

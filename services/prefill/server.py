@@ -23,7 +23,7 @@ from kvferry.shared.history.stored_format import StoredShape
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.process.serving import end_process
-from kvferry.shared.process.worker import BlockTransport, run_worker
+from kvferry.shared.process.worker import BlockTransport, Calibrate, run_worker
 from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys
 from kvferry.shared.wire.sender import BlockSender
@@ -38,15 +38,16 @@ _DISK_TURN_TIMEOUT_S = 30.0
 log = structlog.get_logger(__name__)
 
 
-async def run(config: PrefillConfig) -> None:
+async def run(config: PrefillConfig, calibrate: Calibrate | None = None) -> None:
     """Serve until SIGINT or SIGTERM; see `run_worker`."""
-    await run_worker(config, "prefill", partial(build_service, config), follower_class=PREFILL_RANK)
+    build = partial(build_service, config)
+    await run_worker(config, "prefill", build, follower_class=PREFILL_RANK, calibrate=calibrate)
 
 
 async def build_service(
     config: PrefillConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[PrefillService, CollectorRegistry]:
-    """The service with its history store, and its metrics; see `shared.worker.Build`."""
+    """Build the service with its history store, and its metrics; see `shared.worker.Build`."""
     metrics = PrefillMetrics()
     sender = BlockSender(
         transport.connecting(lambda transport: metrics.block_connections.labels(transport).inc()),
@@ -67,7 +68,7 @@ async def build_service(
 
 
 def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetrics) -> HistoryStore:
-    """The history store: host memory, with or without disk and Redis. The caller closes it.
+    """Build the history store: host memory, with or without disk and Redis. The caller closes it.
 
     Raises: ConfigurationError: `history_redis` is not a Redis URL, `history_disk` not a usable folder, or
         `at_rest_keys` not a file of keys.

@@ -130,14 +130,14 @@ class PrefillService:
 
     @property
     def block_endpoint(self) -> str:
-        """Where decode workers return generated KV; known once started."""
+        """The endpoint to which decode workers return generated KV; known once started."""
         assert self._server is not None, "the service is not started"
         return self._server.endpoint
 
     @property
     def is_ready(self) -> bool:
-        """Whether a layer or a probe has finished recently, the engine is not wedged and no drain has begun.
-        Any thread may call this."""
+        """True if a layer or a probe has finished recently, the engine is not wedged and no drain has begun.
+        Any thread may read this."""
         return self._engine.ready and not self._is_wedged and not self._drain.has_begun
 
     async def start(self) -> None:
@@ -291,7 +291,7 @@ class PrefillService:
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
 
     async def status(self, *, timeout_s: float) -> WorkerStatus:
-        """See `PrefillControl.status`. A router that asks lives, and will commit its staged turns."""
+        """See `PrefillControl.status`. A router that asks is alive, and will commit its staged turns."""
         self._store.extend_leases(calling_router.get())
         waiting = self._engine.num_waiting
         return WorkerStatus(
@@ -416,7 +416,7 @@ class PrefillService:
         job.cancel(error)
 
     async def _sweep(self) -> None:
-        """Periodically drop expired staged turns, and give up the requests of a wedged engine."""
+        """Drop expired staged turns periodically, and give up the requests of a wedged engine."""
         while True:
             await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._config.turn_lease_s / 10))
             self._give_up_if_wedged()
@@ -438,7 +438,7 @@ class PrefillService:
 
 
 def _drawn(job: PrefillJob) -> asyncio.Queue[FirstToken | TokenGenerated | None]:
-    """The tokens that a job draws as they come, then None."""
+    """Return a queue of the tokens that a job draws, as they come, then None."""
     queue, loop = asyncio.Queue[FirstToken | TokenGenerated | None](), asyncio.get_running_loop()
 
     def put(event: FirstToken | TokenGenerated | None) -> None:

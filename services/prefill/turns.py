@@ -110,7 +110,7 @@ class HistoryReceiver:
         heads = spec.heads(header.layer)
         shape = (heads.num_kv_heads, incoming.manifest.num_tokens, heads.head_dim)
         rows = [(name, spec.dtype, shape) for name in spec.row_names] if layer.has_rows else []
-        states = [(its.name, its.dtype, its.shape) for its in layer.state]
+        states = [(tensor.name, tensor.dtype, tensor.shape) for tensor in layer.state]
         expected = tuple(
             [
                 TensorHeader(name=name, dtype=dtype, shape=its_shape)
@@ -124,7 +124,7 @@ class HistoryReceiver:
                 reason="layer_tensors",
             )
         incoming.layers.append(
-            {its.name: torch.empty(its.shape, dtype=TORCH_DTYPES[its.dtype]) for its in expected}
+            {tensor.name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype]) for tensor in expected}
         )
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:

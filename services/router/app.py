@@ -207,7 +207,7 @@ def create_app(
 def session_store(
     config: RouterConfig, metrics: RouterMetrics, clock: Callable[[], float], timing: Timing
 ) -> SessionStore:
-    """The sessions of this router, or of all that share its Redis. Opens nothing yet."""
+    """Return the sessions of this router, or of all that share its Redis. Opens nothing yet."""
     options: dict[str, Any] = {
         "ttl_s": config.session_ttl_s,
         "document_ttl_s": config.document_ttl_s,
@@ -244,13 +244,13 @@ def _draining() -> Overloaded:
 
 
 def _router_name(config: RouterConfig) -> str:
-    """The same after a restart, where the address is."""
+    """Return the router's name, which stays the same after a restart if the address does."""
     number = secrets.token_hex(4) if config.listen.endswith(":0") else ""
     return f"{socket.gethostname()} {config.listen} {number}"
 
 
 async def _refuse(request: Request, refusal: Exception) -> Response:
-    """Answer what the framework refuses: unknown routes and methods, wrong fields."""
+    """Answer requests that the framework refuses: unknown routes and methods, wrong fields."""
     error = from_framework(refusal, request.method, request.url.path)
     request.state.record.fail(error)
     response = error_response(error, request.url.path)
@@ -260,7 +260,7 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 
 async def _reload_keys(file: KeyFile, auth: Authenticator, services: Services, interval_s: float) -> None:
-    """Read the key file again whenever it changes; who may not call any more gets no more of an answer."""
+    """Read the key file again whenever it changes; keys that were removed get no more of their answers."""
     log = structlog.get_logger(__name__)
     while True:
         await asyncio.sleep(interval_s)
@@ -290,5 +290,5 @@ async def _sweep(services: Services, interval_s: float) -> None:
             for key, address in services.implicit.remove_stale():
                 await services.runner.drop(key, addresses=(address,))
         except Exception:
-            # The top of the loop: it must go on, or sessions would stay for ever.
+            # This loop must go on, or sessions would never be removed.
             log.exception("session sweep failed")

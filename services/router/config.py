@@ -25,7 +25,7 @@ from kvferry.shared.process.serving import is_loopback, parse_address
 
 
 def split_list(value: str) -> tuple[str, ...]:
-    """The entries of a comma-separated option, without blanks."""
+    """Return the entries of a comma-separated option, without blanks."""
     return tuple(entry.strip() for entry in value.split(",") if entry.strip())
 
 
@@ -93,15 +93,15 @@ class RouterConfig(StoredSettings):
         description="compression method of requests that name none; rocketkv where it does not go with the "
         "model",
     )
-    default_token_budget: Annotated[int, COMPRESSION] = Field(
-        0, ge=0, description="token budget of the default method where a request gives none; 0: its own"
+    default_retention: Annotated[float, COMPRESSION] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the prompt that the default method retains where a request gives no budget; 0: "
+        "the method's own",
     )
     allowed_methods: Annotated[str, COMPRESSION] = Field(
         "", description="methods a request may name; empty allows all"
-    )
-    calibration: Annotated[str, COMPRESSION] = Field(
-        "",
-        description="folder of quality curves of kvferry calibrate quality, beside the shipped ones",
     )
     session_ttl_s: Annotated[Seconds, HISTORY] = Field(
         604_800.0, gt=0, description="idle time after which a session expires"
@@ -209,7 +209,7 @@ class RouterConfig(StoredSettings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the HTTP server is reachable from this machine only."""
+        """True if the HTTP server is reachable from this machine only."""
         host, _ = parse_address("listen", self.listen)
         return is_loopback(host)
 

@@ -32,11 +32,11 @@ async def run(config: RouterConfig) -> None:
     Raises: ConfigurationError, UnsupportedModel: the router cannot start.
     """
     setup_logging(config.log_level, config.log_format, "router")
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     async with AsyncExitStack() as stack:
         stack.callback(setup_tracing(config.otlp_endpoint, "router"))
         address = await start_router(config, *grpc_pools(config), stack)
-        # What start-up made stays: a collection that went through all of it would hold the event loop.
+        # Objects made at start-up stay: a garbage collection that visits them all would block the event loop.
         gc.collect()
         gc.freeze()
         await serve_until_signal("router", {"address": address, "metrics": address}, config.ready_file)
@@ -64,7 +64,7 @@ async def start_router(
 
 
 def grpc_pools(config: RouterConfig) -> tuple[WorkerPool[PrefillControl], WorkerPool[DecodeControl]]:
-    """The configured workers, over gRPC."""
+    """Return pools of the configured workers, over gRPC."""
     prefill, decode = split_list(config.prefill_workers), split_list(config.decode_workers)
     certs = Certs(config.certs, "router") if config.certs else None
     calling: dict[str, Any] = {"certs": certs, "router": secrets.token_hex(8)}

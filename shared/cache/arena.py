@@ -29,7 +29,7 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest, KvferryError
 ALIGNMENT_BYTES = 64
 
 AllocationState = Literal["reserved", "in_transfer", "running", "retained"]
-"""In the order in which an allocation has them."""
+"""In the order in which an allocation passes through them."""
 _NEXT_STATES: dict[AllocationState, AllocationState] = dict(itertools.pairwise(get_args(AllocationState)))
 _MAX_GENERATION = (1 << 32) - 1
 
@@ -88,18 +88,19 @@ class ByteArena:
         return self._bytes["free"]
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Bytes that are free, reserved, in_transfer, running and retained; they sum to `size_bytes`."""
+        """Count bytes that are free, reserved, in_transfer, running and retained; they sum to
+        `size_bytes`."""
         with self.lock:
             return dict(self._bytes)
 
     @property
     def largest_free_bytes(self) -> int:
-        """Bytes of the largest free range."""
+        """The bytes of the largest free range."""
         with self.lock:
             return max((size for _, size in self._free), default=0)
 
     def can_be_lower(self, allocation: Allocation) -> bool:
-        """Whether the allocation would get a lower offset if it were freed and reserved again."""
+        """Return whether the allocation would get a lower offset if it were freed and reserved again."""
         with self.lock:
             return any(
                 offset < allocation.offset
@@ -129,11 +130,11 @@ class ByteArena:
             return allocation
 
     def needed_bytes(self, size_bytes: int) -> int:
-        """The bytes that an allocation of this size takes."""
+        """Return the bytes that an allocation of this size takes."""
         return max(align(size_bytes), ALIGNMENT_BYTES)
 
     def check_fits(self, size_bytes: int) -> int:
-        """The bytes that an allocation of this size takes.
+        """Return the bytes that an allocation of this size takes.
 
         Raises:
             InvalidRequest: they are more than the whole arena.
@@ -163,7 +164,7 @@ class ByteArena:
             self._move(allocation.size_bytes, current, state)
 
     def state(self, allocation: Allocation) -> AllocationState:
-        """The allocation's state. Raises KvferryError if the allocation does not exist."""
+        """Return the allocation's state. Raises KvferryError if the allocation does not exist."""
         with self.lock:
             return self._state_of(allocation)
 
@@ -179,7 +180,7 @@ class ByteArena:
             self._give_back(allocation.offset, allocation.size_bytes, state)
 
     def buffer(self, allocation: Allocation) -> Tensor:
-        """The allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
+        """Return the allocation's bytes, uint8 `[size_bytes]`. Raises KvferryError if it does not exist."""
         with self.lock:
             self._state_of(allocation)
         return self.memory[allocation.offset : allocation.offset + allocation.size_bytes]
@@ -246,13 +247,15 @@ class ByteArena:
 
 
 def align(size_bytes: int) -> int:
-    """The next multiple of ALIGNMENT_BYTES."""
+    """Return the next multiple of ALIGNMENT_BYTES."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def header_of(tensors: Tensors) -> Specs:
-    """What announces these tensors."""
-    return {name: TensorSpec(shape=tuple(its.shape), dtype=its.dtype) for name, its in tensors.items()}
+    """Return the specs that announce these tensors."""
+    return {
+        name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +266,7 @@ class LayerLayout:
     regions: Mapping[str, Region]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Typed views of the regions.
+        """View the regions as typed tensors.
 
         Args: buffer: uint8, the sequence's bytes, aligned to ALIGNMENT_BYTES.
         """
@@ -309,7 +312,7 @@ def sequence_layout(formats: Iterable[LayerFormat]) -> SequenceLayout:
 
 
 def measured_limit_bytes(layout: SequenceLayout) -> int:
-    """Bytes to reserve if prefill will measure how the layers divide the rows.
+    """Return the bytes to reserve if prefill will measure how the layers divide the rows.
 
     The total of K and V does not depend on the division. The auxiliary tensors of a layer grow by at most one
     row's share (a started page), and the alignment of every region may change.

@@ -33,13 +33,13 @@ from kvferry.shared.wire.messages import MAX_RETAINED_SELECTIONS
 Positions = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.int64]
 HeadPositions = tuple[Positions | None, ...]
-"""Of each KV head, int32 `[n_h]`; None: all tokens'."""
+"""Positions of each KV head, int32 `[n_h]`; None: all tokens."""
 NO_TOKEN = np.int32(2**31 - 1)
-"""A position without a row: more than any token's."""
+"""The position where there is no row: larger than any token's."""
 NEW_ROWS = "new_rows"
 """A tensor of a delta: int32 `[H_kv]`, how many rows of each head are sent."""
 ENTRY_BYTES = 1024
-"""Of a selection besides its positions: its objects, and its session's name."""
+"""What a selection takes besides its positions: its objects, and its session's name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class RetainedRows:
         num_tokens: the number of first tokens whose rows are the same in the new prompt.
         layers: selected positions, int32 `[H_kv, n]`, ascending, below T; None if all T tokens were selected.
             Heads that have lost rows have NO_TOKEN after the others.
-        is_shrunk: whether rows that the session's next selection has, too, are left out.
+        is_shrunk: whether rows that the session's next selection also has are left out.
     """
 
     transfer_id: int
@@ -63,30 +63,30 @@ class RetainedRows:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the positions."""
+        """The bytes of the positions."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def of_heads(self, first: int, number: int) -> RetainedRows:
-        """The rows of so many heads from the first on."""
+        """Return the rows of `number` heads from `first` on."""
         heads = slice(first, first + number)
-        layers = [None if its is None else its[heads] for its in self.layers]
+        layers = [None if positions is None else positions[heads] for positions in self.layers]
         return replace(self, layers=tuple(layers))
 
     def positions(self, layer: int, num_kv_heads: int) -> Positions:
-        """Of the prompt's rows, int32 `[H_kv, n]`."""
+        """Return the positions of the prompt's rows, int32 `[H_kv, n]`."""
         kept = self.layers[layer]
         return all_positions(num_kv_heads, self.num_prompt_tokens) if kept is None else kept
 
     def left(self, newer: RetainedRows) -> tuple[RetainedRows, list[RowNumbers]]:
-        """Without the prompt's rows that the session's next selection has.
+        """Remove the prompt's rows that the session's next selection also has.
 
-        Args: newer: that one, of a prompt that begins with this one's.
+        Args: newer: the next selection, whose prompt begins with this one's.
         Returns: what is left, and the numbers that its rows had, int64 `[H_kv, m]` of each layer.
         """
         layers: list[Positions] = []
         numbers: list[RowNumbers] = []
         for layer, given in enumerate(zip(self.layers, newer.layers, strict=True)):
-            num_heads = max([len(its) for its in given if its is not None], default=1)
+            num_heads = max([len(positions) for positions in given if positions is not None], default=1)
             mine = self.positions(layer, num_heads)
             kept = np.ones((num_heads, self.num_prompt_tokens + 1), np.bool_)
             kept[:, self.num_prompt_tokens] = False  # all later tokens, and NO_TOKEN
@@ -101,8 +101,8 @@ class RetainedRows:
         return replace(self, layers=tuple(layers), is_shrunk=True), numbers
 
     def is_extended_by(self, num_tokens: int) -> bool:
-        """Whether a prompt that shares `num_tokens` tokens begins with this whole prompt; the rows of both
-        are then retained together."""
+        """Return whether a prompt that shares `num_tokens` tokens begins with this whole prompt; the rows of
+        both are then retained together."""
         return num_tokens >= self.num_prompt_tokens
 
 
@@ -122,7 +122,7 @@ class RetainedChain:
 
     @property
     def transfer_id(self) -> int:
-        """The newest transfer's."""
+        """The id of the newest transfer."""
         return self.selections[0].transfer_id
 
     @property
@@ -135,16 +135,19 @@ class RetainedChain:
         return len(self.selections)
 
     def first(self, depth: int, num_tokens: int) -> RetainedChain:
-        """The newest `depth` selections, for a prompt that shares at most `num_tokens` tokens."""
+        """Return the newest `depth` selections, for a prompt that shares at most `num_tokens` tokens."""
         newest, *older = self.selections[:depth]
         limited = (
             replace(newest, num_tokens=min(num_tokens, newest.num_tokens)),
-            *(replace(its, num_tokens=min(num_tokens, its.num_prompt_tokens)) for its in older),
+            *(
+                replace(selection, num_tokens=min(num_tokens, selection.num_prompt_tokens))
+                for selection in older
+            ),
         )
         return RetainedChain(selections=limited)
 
     def of_heads(self, first: int, number: int) -> RetainedChain:
-        """As `RetainedRows.of_heads`."""
+        """See `RetainedRows.of_heads`."""
         return RetainedChain(selections=tuple(rows.of_heads(first, number) for rows in self.selections))
 
     def find(self, layer: int, positions: Positions) -> tuple[RowNumbers, RowNumbers]:
@@ -154,7 +157,7 @@ class RetainedChain:
         Returns: two int64 `[H_kv, m]`: the selection, -1 if the row is not retained, and the row's number in
             that selection's layer.
         """
-        num_heads, width = len(positions), max(its.num_tokens for its in self.selections)
+        num_heads, width = len(positions), max(selection.num_tokens for selection in self.selections)
         which = np.full((num_heads, width + 1), -1, np.int64)  # the last column: tokens after all selections
         rows = np.zeros((num_heads, width + 1), np.int64)
         for number in reversed(range(self.depth)):  # the newest one last: it overwrites
@@ -172,19 +175,19 @@ class RetainedChain:
 
 
 def all_positions(num_kv_heads: int, num_tokens: int) -> Positions:
-    """The positions of a layer with every token, int32 `[H_kv, T]`."""
+    """Return the positions of a layer with every token, int32 `[H_kv, T]`."""
     return np.broadcast_to(np.arange(num_tokens, dtype=np.int32), (num_kv_heads, num_tokens))
 
 
 def head_positions(fmt: LayerFormat, tensors: Tensors) -> HeadPositions:
-    """The positions that each KV head of a layer selected, on the host; see
+    """Return the positions that each KV head of a layer selected, on the host; see
     `LayerFormat.positions_by_head`."""
     heads = fmt.positions_by_head(tensors)
     return tuple([None if head is None else head.cpu().numpy().astype(np.int32) for head in heads])
 
 
 def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict[str, Tensor]:
-    """The tensors to send of a layer of plain rows, for a worker that retains some of the rows."""
+    """Return the tensors to send of a layer of plain rows, for a worker that retains some of the rows."""
     num_kv_heads, num_rows, _ = tensors["keys"].shape
     index = {"index": tensors["index"]} if "index" in tensors else {}
     positions = (
@@ -197,8 +200,8 @@ def delta_tensors(tensors: Tensors, layer: int, retained: RetainedChain) -> dict
 
 
 def delta_parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-    """As `LayerFormat.parts`, of a delta's tensors; rows are those of the heads one after another."""
-    by_head = {name: its for name, its in tensors.items() if name in ("index", NEW_ROWS)}
+    """Divide a delta's tensors as `LayerFormat.parts` does; the heads' rows follow one another."""
+    by_head = {name: tensor for name, tensor in tensors.items() if name in ("index", NEW_ROWS)}
     parts = chunked(by_head, fmt.shape.num_kv_heads, num_parts)
     counts = [int(part[NEW_ROWS].sum()) for part in parts]
     for name in fmt.shape.row_names:
@@ -236,12 +239,12 @@ class DeltaLayer:
                 f"{sent} rows are announced; the layer has {self.format.rows * shape.num_kv_heads}",
                 reason="size",
             )
-        return {name: torch.empty(its.shape, dtype=its.dtype) for name, its in header.items()}
+        return {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in header.items()}
 
     def find(self, tensors: Tensors) -> tuple[RowNumbers, RowNumbers]:
-        """Where the layer's rows are retained; see `RetainedChain.find`.
+        """Find where the layer's rows are retained; see `RetainedChain.find`.
 
-        Raises: InvalidTensors: the sender assumed other retained rows than there are ("retained_rows").
+        Raises: InvalidTensors: the sender assumed retained rows that do not exist here ("retained_rows").
         """
         shape, rows = self.format.shape, self.format.rows
         index = check_index(tensors, shape.num_prompt_tokens, reason="index")
@@ -269,7 +272,7 @@ class DeltaLayer:
             of_head, to_row = torch.from_numpy(heads), torch.from_numpy(slots)
             for source, target in zip(sources, targets, strict=True):
                 target[of_head, to_row] = source[of_head, copied]
-        of_head, to_row = (torch.from_numpy(its) for its in np.nonzero(which < 0))
+        of_head, to_row = (torch.from_numpy(indices) for indices in np.nonzero(which < 0))
         for name, target in zip(shape.row_names, targets, strict=True):
             target[of_head, to_row] = tensors[name].to(target.device)
         return self.format.open(regions, {} if index is None else {"index": index})
@@ -287,7 +290,7 @@ class PinnedRows:
     layers: tuple[tuple[tuple[Tensor, ...], ...], ...]
 
     def first(self, depth: int, num_tokens: int) -> PinnedRows:
-        """As `RetainedChain.first`."""
+        """See `RetainedChain.first`."""
         return PinnedRows(chain=self.chain.first(depth, num_tokens), layers=self.layers[:depth])
 
 
@@ -297,10 +300,10 @@ _Chain = tuple[RetainedRows, ...]
 
 @dataclass(kw_only=True)
 class ShippedRows:
-    """What is known of the rows of the layers shipped so far.
+    """The rows of the layers shipped so far.
 
     Attributes:
-        positions: of each layer, what each KV head selected; empty if that is not wanted.
+        positions: for each layer, the selection of each KV head; empty if not wanted.
         saved_bytes: size of the rows that were left out because decode retains them.
     """
 
@@ -314,7 +317,7 @@ class ShippedRows:
         self.saved_bytes += other.saved_bytes
 
     def layers(self) -> tuple[Positions | None, ...]:
-        """As `RetainedRows.layers`, where every layer has plain rows."""
+        """Return `RetainedRows.layers`, where every layer has plain rows."""
         layers = [self.positions[layer] for layer in sorted(self.positions)]
         return tuple(
             [np.stack(cast("list[Positions]", heads)) if heads[0] is not None else None for heads in layers]
@@ -349,7 +352,8 @@ class ShippedSelections:
             chain: _Chain = (selection,)
             if retained is not None and retained.selections[0].is_extended_by(retained.num_tokens):
                 chain += self._from(session, retained.transfer_id)[: retained.depth]
-                # Not the one before: decode may have given up the newest, and has its rows.
+                # The previous selection stays whole: decode may have given up the newest, and then has the
+                # previous one's rows.
                 if len(chain) > 2 and not chain[2].is_shrunk:
                     chain = (*chain[:2], chain[2].left(chain[1])[0], *chain[3:])
             self._forget(session)
@@ -367,12 +371,12 @@ class ShippedSelections:
         depth: int,
         with_generated: bool = True,
     ) -> RetainedChain | None:
-        """The rows that a decode worker retains of this transfer and earlier ones; None if it is unknown.
+        """Return the rows that a decode worker retains of this transfer and earlier ones; None if unknown.
 
         Args:
             num_tokens: length of the prefix whose rows are still the same.
             depth: how many transfers' rows the worker retains.
-            with_generated: whether the history has decode's rows of generated tokens, too; otherwise those
+            with_generated: whether the history also has decode's rows of generated tokens; otherwise those
                 are not reused.
         """
         with self._lock:
@@ -390,7 +394,7 @@ class ShippedSelections:
             self._forget(session)
 
     def _from(self, session: SessionKey, transfer_id: int) -> _Chain:
-        """The chain from this transfer on. Decode may not have retained the newer ones."""
+        """Return the chain from this transfer on. Decode may not have retained the newer ones."""
         chain = self._chains.get(session, ())
         known = [selection.transfer_id for selection in chain]
         return chain[known.index(transfer_id) :] if transfer_id in known else ()

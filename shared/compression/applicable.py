@@ -1,6 +1,6 @@
-"""Which methods go with a model. Layers whose softmax is not plain are attended by few formats and kinds, and
-latent rows (MLA) are not stored by the formats that store K and V each in a way of its own. States are
-shipped whole, with every method; a model in which no layer attends has nothing to compress."""
+"""Which methods go with a model. Few formats and attention kinds support soft-capped logits or attention
+sinks, and formats that treat K and V differently cannot store latent rows (MLA). States are shipped whole
+with every method; a model in which no layer attends has nothing to compress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from kvferry.shared.model.spec import LayerSpec
 
 @lru_cache(maxsize=16)
 def applicable_methods(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
-    """The methods that go with a model. Args: layers: as `ModelSpec.layers`."""
+    """Return the methods that go with a model. Args: layers: as `ModelSpec.layers`."""
     return tuple(name for name in method_names() if _problem(preset(name), layers) is None)
 
 
 def check_applicable(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> None:
-    """Raises: InvalidRequest: the plan does not go with the model; names the layer, and methods that do."""
+    """Check that a plan goes with a model.
+
+    Raises: InvalidRequest: it does not; the message names the layer, and methods that do.
+    """
     problem = _problem(plan, layers)
     if problem is not None:
         raise InvalidRequest(
@@ -32,8 +35,8 @@ def check_applicable(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> No
 
 
 def _problem(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> str | None:
-    """Why the plan's parts cannot attend to a layer, which is the first one; None if they can."""
-    if layers and not any(its.has_rows for its in layers):
+    """Say why the plan does not go with these layers, naming the first that rules it out; None if it does."""
+    if layers and not any(spec.has_rows for spec in layers):
         return None if plan.method == "full" else "no layer attends, so there is no KV to compress"
     kind, its_format = attentions().get(plan.attention.name), format_class(plan.representation)
     takes_any = its_format.takes_any_softmax and kind is not None and kind.takes_any_softmax

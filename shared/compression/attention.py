@@ -59,8 +59,8 @@ class CacheView:
     def of(
         cls, shape: LayerShape, regions: Mapping[str, Tensor], packed: Sequence[PackedLayer] = ()
     ) -> CacheView:
-        """The regions of rows, and those of `AttentionKind.regions`."""
-        auxiliary = [its for name, its in regions.items() if name.startswith(_AUXILIARY)]
+        """Return a view of the regions of rows, and of those of `AttentionKind.regions`."""
+        auxiliary = [tensor for name, tensor in regions.items() if name.startswith(_AUXILIARY)]
         keys, values = shape.rows_of(regions)
         return cls(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
 
@@ -80,7 +80,7 @@ class AttentionKind(ABC):
     @classmethod
     @abstractmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> AttentionKind:
-        """The sizes for one layer.
+        """Return this kind with its sizes for one layer.
 
         Args:
             cap: the prompt rows that attention chooses from.
@@ -90,11 +90,11 @@ class AttentionKind(ABC):
         """
 
     def specs(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> tuple[TensorSpec, ...]:
-        """The tensors stored beside `num_rows` tokens per KV head; if packed, the new ones among them."""
+        """Return the tensors stored beside `num_rows` tokens per KV head; if packed, with the new ones."""
         return ()
 
     def regions(self, shape: LayerShape, num_rows: int, *, packed: bool = False) -> dict[str, TensorSpec]:
-        """The tensors of `specs` by the names of their regions."""
+        """Return the tensors of `specs` by the names of their regions."""
         specs = self.specs(shape, num_rows, packed=packed)
         names = map(f"{_AUXILIARY}{{}}".format, range(len(specs)))
         return dict(zip(names, specs, strict=True))
@@ -102,10 +102,10 @@ class AttentionKind(ABC):
     def rebuilt(
         self, shape: LayerShape, keys: Tensor, values: Tensor, packed: Sequence[PackedLayer] = ()
     ) -> CacheView:
-        """A view with new auxiliary tensors, built from every row and packed token. For the oracle."""
+        """Return a view with new auxiliary tensors, built from every row and packed token. For the oracle."""
         num_packed = max(head.num_tokens for head in packed[0].layout.heads) if packed else 0
         specs = self.specs(shape, num_packed + keys.shape[1], packed=bool(packed))
-        auxiliary = [torch.empty(its.placed_shape, dtype=its.dtype, device=keys.device) for its in specs]
+        auxiliary = [torch.empty(spec.placed_shape, dtype=spec.dtype, device=keys.device) for spec in specs]
         view = CacheView(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)
         self.build_again(view, length=keys.shape[1])
         return view
@@ -131,7 +131,7 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def attend(self, queries: Tensor, cache: CacheView, *, length: int, scaling: Scaling) -> Tensor:
-        """Attention of one token to the packed tokens and the first `length` rows; its own row is the last.
+        """Attend from one token to the packed tokens and the first `length` rows; its own row is the last.
 
         Args: queries: `[H_kv, G, D]`.
         Returns: `[H_kv, G, D]`.
@@ -139,7 +139,7 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
-        """Bytes that a step reads of a layer with `num_rows` tokens per KV head, of all KV heads together.
+        """Count the bytes that a step reads of a layer with `num_rows` tokens per KV head, in all KV heads.
 
         Bytes read to choose rows count too. This is what a fused kernel on the method's own layout reads; a
         torch path may read more.
@@ -184,13 +184,13 @@ class Choosing(AttentionKind):
         return asdict(self)
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """Bytes read per KV head to choose the tokens."""
+        """Count the bytes read per KV head to choose the tokens."""
         return 0
 
     def read_bytes(self, shape: LayerShape, num_rows: int, packed_bytes: int | None = None) -> int:
-        """The estimates, then the chosen tokens. If there are no more tokens than that, all are read.
+        """Count the estimates and the chosen tokens. If there are no more tokens than that, all are read.
 
-        Of packed bytes the average share of the chosen tokens counts: a step's query decides which tokens
+        Of packed bytes, the chosen tokens' average share is counted: a step's query decides which tokens
         are read, and their widths differ.
         """
         whole = shape.rows_bytes(num_rows) if packed_bytes is None else packed_bytes
@@ -224,14 +224,14 @@ class Paged(Choosing):
         return (TensorSpec(shape=size, dtype=shape.dtype, aligned=True),)
 
     def extremes(self, cache: CacheView) -> tuple[Tensor, Tensor]:
-        """Kmax and Kmin of rows, `[H_kv, ceil(cap / P), D]`."""
+        """Return Kmax and Kmin of rows, `[H_kv, ceil(cap / P), D]`."""
         if not cache.auxiliary:
             return cache.keys, cache.keys
         both = cache.auxiliary[0].mT[:, :, : hsa.num_pages(cache.keys.shape[1], self.page_size)]
         return both[0], both[1]
 
     def codes(self, cache: CacheView) -> packed_hsa.PageCodes:
-        """The extremes of a packed prompt and the rows after it."""
+        """Return the extremes of a packed prompt and the rows after it."""
         return packed_hsa.PageCodes(*cache.auxiliary[0].mT, *cache.auxiliary[1])
 
     def build(self, cache: CacheView, *, length: int) -> None:
@@ -263,7 +263,7 @@ class Hsa(Paged):
 
     @classmethod
     def sized(cls, *, cap: int, budget: int, head_dim: int, row_dim: int) -> Hsa:
-        """RocketKV sections 3.4 and 3.6.
+        """Compute the sizes of RocketKV sections 3.4 and 3.6.
 
         `c2 = max(1, cap/t)`; `P = ceil(sqrt(c2))` if that is <= c2, else 1; `k1 = floor(d P t / cap)`
         channels, half as many of latent rows; `k2 = floor(t / 2)` tokens.
@@ -291,7 +291,7 @@ class Hsa(Paged):
         )
 
     def _estimate_bytes(self, shape: LayerShape, num_rows: int, *, packed: bool) -> int:
-        """One of Kmax and Kmin for k1 channels of each page; of codes each channel's step, too."""
+        """Count one of Kmax and Kmin for k1 channels of each page; of codes, also each channel's step."""
         pages = hsa.num_pages(num_rows, self.page_size)
         return self.num_channels * (pages + 4 if packed else pages * shape.dtype.itemsize)
 
@@ -306,7 +306,10 @@ the scorer divides the prompt's rows into the same zones as eviction does."""
 
 
 def attentions() -> Mapping[str, type[AttentionKind]]:
-    """All by name. Raises: ConfigurationError: an installed method brings one whose name is taken."""
+    """Return all kinds by name.
+
+    Raises: ConfigurationError: an installed method brings one whose name is taken.
+    """
     return with_installed("attentions", ATTENTIONS, installed_parts("attention"))
 
 
@@ -315,7 +318,7 @@ def _attention_class(name: str) -> type[AttentionKind]:
 
 
 def chooses_rows(part: Part) -> bool:
-    """Whether a plan's attention reads only some of the rows at each step."""
+    """Say whether a plan's attention reads only some of the rows at each step."""
     return part.name != "dense" and part.name not in EVICTIONS
 
 
@@ -341,11 +344,11 @@ def check_attention(part: Part, *, scorer: Part | None) -> None:
 
 
 def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Fraction | None = None) -> Part:
-    """The attention of one layer: the kind's name and its sizes.
+    """Return the attention of one layer: the kind's name and its sizes.
 
     Half of a sparse attention's traffic reads estimates, the other half reads tokens. Packed tokens have
-    fewer bytes than rows, so as many more of them are attended, and their page extremes are codes of 8 bits,
-    so twice as many channels are read.
+    fewer bytes than rows, so more of them are attended in proportion. Their page extremes are codes of 8
+    bits, so twice as many channels are read.
 
     Args:
         part: a plan's attention, as `check_attention` accepts it.
@@ -368,7 +371,7 @@ def size_attention(part: Part, sizing: Sizing, *, cap: int, packed_per_row: Frac
 
 
 def make_attention(sized: Part) -> AttentionKind:
-    """The attention that a resolved layer names.
+    """Make the attention that a resolved layer names.
 
     Raises: InvalidRequest: an unknown name, or sizes that do not belong to this kind.
     """

@@ -1,11 +1,11 @@
 """Compression of prompts whose layers are all there before the first is compressed.
 
-So does prefill where attention decides how many rows each layer retains, a measured allocation:
+Prefill works this way where attention decides how many rows each layer retains (a measured allocation):
 
     prefill    measure_layer, layer by layer ──all──► allocate_rows ──► compress_layer, ship
     decode     the manifest's rows ──► with_layer_rows: total and bounds checked ──► layout
 
-The oracle and a worker's warm-up do so with every plan (`compress_prompt`).
+The oracle and a worker's warm-up work this way with every plan (`compress_prompt`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.shared.model.spec import ModelSpec
 
 
 def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> ResolvedPlan:
-    """The plan with measured rows in place of their mean. Attention sizes stay those of the mean.
+    """Return the plan with measured rows in place of their mean. Attention sizes stay those of the mean.
 
     Raises: ValueError: rows that `allocate_rows` cannot return: another total, or a layer out of bounds.
     """
@@ -46,7 +46,7 @@ def with_layer_rows(resolved: ResolvedPlan, layer_rows: Sequence[int]) -> Resolv
 
 
 def least_rows(resolved: ResolvedPlan) -> int:
-    """The fewest rows that a sharing layer may get: those that its scores protect, at least 1.
+    """Return the fewest rows that a sharing layer may get: those that its scores protect, at least 1.
 
     Scores that depend on the number of rows protect no more rows than a layer has.
     """
@@ -60,10 +60,10 @@ def least_rows(resolved: ResolvedPlan) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingLayer:
-    """A layer to be compressed, of which all is known but its number of rows where that is measured.
+    """A layer to be compressed. If its number of rows is measured, only that is not known yet.
 
     Attributes:
-        inputs: once it is measured, K and V, accumulated attention, no queries.
+        inputs: of a measured layer, K, V and accumulated attention, without queries.
         variance: F_l of D2O's equation 4, `[]`; None where the layer shares no rows.
         scores: float32 `[H_kv, T]`; None if they are to be computed when it is compressed.
     """
@@ -92,8 +92,8 @@ def measure_layer(resolved: ResolvedPlan, inputs: LayerInputs) -> WaitingLayer:
 
 
 def allocate_waiting(resolved: ResolvedPlan, waiting: Iterable[WaitingLayer]) -> ResolvedPlan:
-    """As `allocate_rows`. Args: waiting: all layers that attend."""
-    variances = {its.inputs.layer: float(its.variance) for its in waiting if its.variance is not None}
+    """Allocate rows as `allocate_rows` does. Args: waiting: all layers that attend."""
+    variances = {entry.inputs.layer: float(entry.variance) for entry in waiting if entry.variance is not None}
     return allocate_rows(resolved, [variances.get(layer, 0.0) for layer in range(len(resolved.layers))])
 
 
@@ -103,7 +103,7 @@ def _without_queries(inputs: LayerInputs) -> LayerInputs:
 
 
 def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> ResolvedPlan:
-    """The plan with each layer's own rows, from F of all layers; of those that share no rows it is not used.
+    """Return the plan with each layer's own rows, from F of all layers; layers that share none need no F.
 
     Raises: KvferryError: a variance is not finite.
     """
@@ -116,7 +116,7 @@ def allocate_rows(resolved: ResolvedPlan, variances: Sequence[float]) -> Resolve
         exempt_layers=set(range(len(variances))).difference(sharing),
         least_rows=least_rows(resolved),
     )
-    others = {layer: its.rows for layer, its in enumerate(resolved.layers) if layer not in sharing}
+    others = {layer: plan.rows for layer, plan in enumerate(resolved.layers) if layer not in sharing}
     return with_layer_rows(resolved, [others.get(layer, share) for layer, share in enumerate(rows)])
 
 
@@ -139,7 +139,7 @@ def compress_prompt(
         waiting = [measure_layer(resolved, inputs) for inputs in layers]
         return compress_waiting(spec, resolved, waiting, states)
     formats = make_formats(spec, resolved)
-    compressed = {its.layer: compress_layer(resolved, formats[its.layer], its) for its in layers}
+    compressed = {each.layer: compress_layer(resolved, formats[each.layer], each) for each in layers}
     return resolved, in_layer_order(spec, compressed, states)
 
 
@@ -149,12 +149,14 @@ def compress_waiting(
     waiting: Sequence[WaitingLayer],
     states: Mapping[int, Tensors] | None = None,
 ) -> tuple[ResolvedPlan, tuple[Tensors, ...]]:
-    """As `compress_prompt`, for measured layers."""
+    """Compress measured layers as `compress_prompt` does."""
     measured = allocate_waiting(resolved, waiting)
     formats = make_formats(spec, measured)
     compressed = {
-        its.inputs.layer: compress_layer(measured, formats[its.inputs.layer], its.inputs, scores=its.scores)
-        for its in waiting
+        entry.inputs.layer: compress_layer(
+            measured, formats[entry.inputs.layer], entry.inputs, scores=entry.scores
+        )
+        for entry in waiting
     }
     return measured, in_layer_order(spec, compressed, states)
 
@@ -162,6 +164,6 @@ def compress_waiting(
 def in_layer_order(
     spec: ModelSpec, compressed: dict[int, Tensors], states: Mapping[int, Tensors] | None
 ) -> tuple[Tensors, ...]:
-    """Each layer's tensors; none for a layer with neither rows nor a state."""
+    """Return each layer's tensors; none for a layer with neither rows nor a state."""
     by_layer = {**compressed, **(states or {})}
     return tuple(by_layer.get(layer, {}) for layer in range(spec.num_layers))

@@ -2,8 +2,8 @@
 
 Quality is a share y of 0 to 1, measured in one of three ways (`Measure`). A curve is fitted once per model
 and method from measured triples, for any method, and evaluated once per context, with an estimate of the
-context's NLL (negative log-likelihood). `kvferry calibrate quality` measures, fits, and writes one JSON file
-per model with one curve per method. The router reads its folders of them once at start.
+context's NLL (negative log-likelihood). `kvferry calibrate` measures, fits, and writes one JSON file per
+model with one curve per method (`calibrations.py`), which the router reads.
 
     {"format": 2, "model": "demo", "fingerprints": {"float32": "43f5...", ...}, "curves": {"snapkv":
      {"measure": "agreement", "alpha": ..., "beta": ..., "lowest_nll": ..., "highest_nll": ...,
@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvferry.shared.compression.calibrations import calibration_files
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 FORMAT = 2
@@ -73,8 +74,8 @@ class Calibration:
     beta: float
 
     def retention(self, quality: float, *, nll: float) -> float:
-        """The least retention at which the curve predicts this quality: its inverse, clamped to [0, 1],
-        `rho* = log1p(tau expm1(b)) / b`.
+        """Return the least retention at which the curve predicts this quality: its inverse, clamped to
+        [0, 1], `rho* = log1p(tau expm1(b)) / b`.
 
         Args: quality: tau in [0, 1].
         Raises: InvalidRequest: quality is outside [0, 1].
@@ -97,17 +98,17 @@ class Calibration:
 
 
 def estimate_context_nll(token_ids: Sequence[int], *, vocab_size: int) -> float:
-    """NLL(c): how hard a context is to predict, from its token ids alone; nats per token.
+    """Estimate NLL(c), how hard a context is to predict, from its token ids alone; in nats per token.
 
-    The code length of an adaptive bigram code, which learns each chunk's statistics from the tokens so far:
-    `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of earlier
-    tokens.
+    It is the code length of an adaptive bigram code, which learns each chunk's statistics from its tokens so
+    far: `p(t | s) = (n(s, t) + p(t)) / (n(s) + 1)` with `p(t) = (n(t) + 1 / V) / (n + 1)`; n are counts of
+    earlier tokens.
 
     Deviation: Compactor (section 3.5) takes the mean NLL of the context under the model itself. Decode
     reserves a sequence's memory before prefill has run a token, so the retention must be known earlier.
     Curves are fitted and evaluated with this same estimate.
 
-    Args: token_ids: at least one. vocab_size: V, greater than every id.
+    Args: token_ids: at least one; vocab_size: V, greater than every id.
     """
     assert token_ids
     num_chunks = max(1, len(token_ids) // CHUNK_TOKENS)
@@ -151,7 +152,7 @@ class QualityCurve:
     observations: tuple[Observation, ...] = ()
 
     def retention(self, quality: float, token_ids: Sequence[int], *, vocab_size: int) -> float:
-        """The least retention in (0, 1] at which the curve predicts this quality for a prompt.
+        """Return the least retention in (0, 1] at which the curve predicts this quality for a prompt.
 
         Raises: InvalidRequest: quality is outside [0, 1].
         """
@@ -159,7 +160,7 @@ class QualityCurve:
         return self.retention_at(quality, nll=nll)
 
     def retention_at(self, quality: float, *, nll: float) -> float:
-        """As `retention`, for a context whose NLL is known."""
+        """Return what `retention` does, for a context whose NLL is known."""
         within = min(max(nll, self.lowest_nll), self.highest_nll)
         exact = self.calibration.retention(quality, nll=within)
         least = min((o.retention for o in self.observations), default=0.0)
@@ -172,7 +173,8 @@ class ModelCurves:
 
     Attributes:
         model: a name for people to read.
-        fingerprints: by compute dtype; a curve measured in one dtype is used for all.
+        fingerprints: by compute dtype, and "served", that of the measured model: a curve measured in one
+            dtype is used for all.
         curves: by method.
         origin: how they were measured; any JSON.
     """
@@ -183,13 +185,17 @@ class ModelCurves:
     origin: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        """The name of the model and a hash of its weights: `demo-550c2155`."""
+        return f"{self.model}-{self.fingerprints['float32'][:8]}"
+
+    @property
     def file_name(self) -> str:
-        """The name of the model and a hash of its weights: `demo-550c2155.quality.json`."""
-        return f"{self.model}-{self.fingerprints['float32'][:8]}{SUFFIX}"
+        return f"{self.name}{SUFFIX}"
 
 
 class CurveBook:
-    """All curves that a process has read. A curve in a later folder replaces the method's earlier one."""
+    """All curves that a process has read. A curve in a later file replaces the method's earlier one."""
 
     def __init__(self, files: Iterable[ModelCurves] = ()) -> None:
         self._curves: dict[tuple[str, str], QualityCurve] = {}
@@ -198,23 +204,18 @@ class CurveBook:
                 self._curves.update({(fingerprint, method): curve for method, curve in file.curves.items()})
 
     @classmethod
-    def read(cls, folders: Iterable[Path]) -> CurveBook:
-        """Read all curves of the folders.
+    def read(cls, calibration: str) -> CurveBook:
+        """Read all curves there are. Args: calibration: as in `calibration_files`.
 
-        Raises: ConfigurationError: a folder does not exist, or a file in it is not a curve file.
+        Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
         """
-        files: list[ModelCurves] = []
-        for folder in folders:
-            if not folder.is_dir():
-                raise ConfigurationError(f"calibration is {str(folder)!r}; it must be a folder")
-            files += [load_curves(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-        return cls(files)
+        return cls(load_curves(path) for path in calibration_files(calibration, SUFFIX))
 
     def find(self, fingerprint: str, method: str) -> QualityCurve | None:
         return self._curves.get((fingerprint, method))
 
     def methods(self, fingerprint: str) -> tuple[str, ...]:
-        """Methods with a curve for a model."""
+        """Return the methods with a curve for a model."""
         return tuple(sorted(method for at, method in self._curves if at == fingerprint))
 
 
@@ -232,7 +233,7 @@ def load_curves(path: Path) -> ModelCurves:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"{path} is no file of kvferry calibrate quality, format {FORMAT}: {error}"
+            f"{path} is no file of kvferry calibrate, format {FORMAT}: {error}"
         ) from error
 
 

@@ -7,8 +7,8 @@ traced. The queries of the answer's own beginning do.
     prefill of the prompt ──► K and V of all layers wait ──► `run_draft`: some tokens ──► compress
 
 The tokens are the answer's own: prefill draws them as decode would, and ships their rows behind those of the
-compressed prompt, as they are. Decode goes on after them. Where several answers share a prompt, each begins
-another way: then the tokens are greedy ones, which are not shipped (`greedy`).
+compressed prompt, as they are. Decode goes on after them. Where several answers share a prompt, they begin
+differently, so the draft's tokens are greedy ones, which are not shipped (`greedy`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_draft(
     Args:
         layers: of the whole prompt, one for each layer that attends; on any device, where they stay.
         logits: float32 `[V]` after the prompt.
-        draw: given them, and then the logits after each token of the draft.
+        draw: called with these logits, then with those after each token of the draft.
         states: after the prompt, by layer, without a batch's dimension.
         before_token: called before each token is run; may raise to end the draft.
     """
@@ -82,12 +82,12 @@ def run_draft(
             num_queries=1,
         )
         tokens.append(DraftToken(token_id=token_id, logits=logits, states=dict(draft.states)))
-    layers = tuple([replace(its, ahead=draft.ahead.get(its.layer)) for its in layers])
+    layers = tuple([replace(inputs, ahead=draft.ahead.get(inputs.layer)) for inputs in layers])
     return Drafted(layers=layers, tokens=tuple(tokens))
 
 
 def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
-    """The most likely tokens, at most so many; none from an end-of-sequence token on."""
+    """Draw the most likely tokens, at most so many, and stop before an end-of-sequence token."""
     left = iter(range(num_tokens))
 
     def draw(logits: Tensor) -> int | None:
@@ -100,15 +100,15 @@ def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
 class _Draft:
     """Implements `PrefillObserver` and `LayerStates` for passes of one token each.
 
-    Attributes: ahead, states: of the tokens so far and after them, by layer.
+    Attributes: ahead: rows of the tokens so far, by layer; states: those after them, by layer.
     """
 
     def __init__(
         self, device: torch.device, layers: Sequence[LayerInputs], states: Mapping[int, Tensors]
     ) -> None:
         self._device = device
-        self._rows = {its.layer: (its.keys, its.values) for its in layers}
-        self._on_host = {its.layer for its in layers if its.keys.device != device}
+        self._rows = {inputs.layer: (inputs.keys, inputs.values) for inputs in layers}
+        self._on_host = {inputs.layer for inputs in layers if inputs.keys.device != device}
         self.ahead: dict[int, Ahead] = {}
         self.states = dict(states)
 
@@ -129,7 +129,7 @@ class _Draft:
         self.ahead[layer] = ahead if former is None else former.followed_by(ahead)
 
     def load(self, layer: int) -> dict[str, Tensor]:
-        return {name: its[None].clone() for name, its in self.states[layer].items()}
+        return {name: tensor[None].clone() for name, tensor in self.states[layer].items()}
 
     def store(self, layer: int, state: Tensors) -> None:
-        self.states[layer] = {name: its[0].clone() for name, its in state.items()}
+        self.states[layer] = {name: tensor[0].clone() for name, tensor in state.items()}

@@ -84,10 +84,10 @@ class LayerShape:
         max_new_tokens: N; the last new token never gets a KV row.
         group_size: G, query heads per KV head.
         dtype: of K and V.
-        latent_dim: as of `LayerSpec`.
+        latent_dim: as in `LayerSpec`.
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
         fingerprint: of the served model.
-        state: as of `LayerSpec`; such a layer has nothing else.
+        state: as in `LayerSpec`; such a layer has nothing else.
     """
 
     num_prompt_tokens: int
@@ -116,26 +116,26 @@ class LayerShape:
         return row_names(self.latent_dim)
 
     def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
-        """The tensors of `num_rows` rows per KV head."""
+        """Return the tensors of `num_rows` rows per KV head."""
         rows = TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
         return dict.fromkeys(self.row_names, rows)
 
     def row_tensors(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Rows as they are stored, contiguous. Args: K and V of any rows, D channels last."""
-        return {name: its.contiguous() for name, its in zip(self.row_names, (keys, values), strict=False)}
+        """Return rows as they are stored, contiguous. Args: K and V of any rows, D channels last."""
+        return {name: rows.contiguous() for name, rows in zip(self.row_names, (keys, values), strict=False)}
 
     def rows_of(self, tensors: Mapping[str, Tensor], prefix: str = "") -> tuple[Tensor, Tensor]:
-        """K and V of stored rows; of latent rows V is a view of K."""
+        """Return K and V of stored rows; of latent rows V is a view of K."""
         keys = tensors[f"{prefix}keys"]
         values = keys[..., : self.latent_dim] if self.latent_dim else tensors[f"{prefix}values"]
         return keys, values
 
     def rows_bytes(self, num_rows: int) -> int:
-        """Bytes of `num_rows` rows per KV head, K and V."""
+        """Count the bytes of `num_rows` rows per KV head, K and V."""
         return len(self.row_names) * self.num_kv_heads * num_rows * self.head_dim * self.dtype.itemsize
 
     def index_spec(self, num_rows: int) -> dict[str, TensorSpec]:
-        """The selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
+        """Return the selected positions, int32 `[H_kv, n]`; empty if every token is selected."""
         if num_rows == self.num_prompt_tokens:
             return {}
         return {"index": TensorSpec(shape=(self.num_kv_heads, num_rows), dtype=torch.int32)}
@@ -149,7 +149,7 @@ class Sizing:
         layer: its index in the model.
         rows: the layer's budget as prompt rows per KV head; decode's attention chooses from them.
         budget: t, the plan's budget in tokens.
-        latent_dim: as of `LayerSpec`.
+        latent_dim: as in `LayerSpec`.
     """
 
     layer: int
@@ -178,7 +178,7 @@ class Ahead:
     values: Tensor
 
     def followed_by(self, other: Ahead) -> Ahead:
-        """These tokens, then the other's."""
+        """Return these tokens, then the other's."""
         return Ahead(
             queries=torch.cat([self.queries, other.queries], 2),
             keys=torch.cat([self.keys, other.keys], 1),
@@ -239,7 +239,10 @@ class LayerInputs:
     ) -> LayerInputs:
         """Return what a model tells the observer of its pass of a layer.
 
-        Args: pre_rope_keys: the model's; question: the prompt's; others: as of `PrefillObserver.layer_done`.
+        Args:
+            pre_rope_keys: the model's.
+            layer, queries, keys, values, scaling: as in `PrefillObserver.layer_done`.
+            question: the prompt's.
         """
         return cls(
             layer=layer,
@@ -252,14 +255,14 @@ class LayerInputs:
         )
 
     def observing(self, window: int) -> Observing:
-        """The queries that a method with this window observes: the question's last ones, without those of
-        the template's tokens after it.
+        """Return the queries that a method with this window observes: the question's last ones, without those
+        of the template's tokens after it.
 
-        They are at most `window`, and no more than the question has, but 8 if it is shorter; fewer if fewer
+        They are at most `window`, and no more than the question has, or 8 if it has fewer; fewer if fewer
         were run. If the question is not known, or nothing of it was run, they are the prompt's last ones.
 
-        Deviation: the papers' windows are of the prompt's last queries, whatever these ask. One that reaches
-        from a short question into what is before selects for that, too.
+        Deviation: the papers' windows are the prompt's last queries, whatever these ask. A window that
+        reaches from a short question into the text before it selects for that text, too.
         """
         num_queries, num_after = self.queries.shape[2], 0
         if self.question is not None and self.question.num_after < num_queries:
@@ -269,9 +272,9 @@ class LayerInputs:
         return Observing(self.queries[:, :, max(end - window, 0) : end], num_after)
 
     def window_sums(self, window: int) -> Tensor:
-        """Column sums of causal attention: `s_t = sum_{g, i} softmax(q_{g,i} K^T * scaling)_t`, i over the
-        queries of `observing(window)`; for the tokens after these, which they do not see, i over the queries
-        of those tokens.
+        """Sum the columns of causal attention: `s_t = sum_{g, i} softmax(q_{g,i} K^T * scaling)_t`, i over
+        the queries of `observing(window)`. These do not see the tokens after them, for which i is over the
+        queries of those tokens.
 
         Returns: float32 `[H_kv, T]`.
         """
@@ -284,13 +287,13 @@ class LayerInputs:
         return torch.cat([sums, later[:, end:]], dim=1)
 
     def with_sums(self) -> LayerInputs:
-        """These inputs with `sums`, which is computed from all queries if it is missing."""
+        """Return these inputs with `sums`, which is computed from all queries if it is missing."""
         if self.sums is not None:
             return self
         return replace(self, sums=column_sums(self.queries, self.keys, scaling=self.scaling))
 
     def pre_rope_keys(self) -> Tensor:
-        """`keys` without their positions, float32 `[H_kv, T, D]`; computed at each call.
+        """Compute `keys` without their positions, float32 `[H_kv, T, D]`, at each call.
 
         Raises: UnsupportedModel: the model's rotation cannot be undone.
         """
@@ -299,7 +302,7 @@ class LayerInputs:
 
 
 def gather_rows(rows: Tensor, positions: Tensor) -> Tensor:
-    """Rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`, contiguous."""
+    """Gather rows `[H_kv, T, D]` at positions `[H_kv, n]`: `[H_kv, n, D]`, contiguous."""
     return rows.gather(1, positions.to(torch.int64)[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
@@ -308,24 +311,24 @@ class Scorer(Protocol):
 
     @property
     def observed_queries(self) -> int | None:
-        """How many of the prompt's last queries the scores depend on, without those after the question (see
-        `LayerInputs.observing`); None: all of them."""
+        """The number of the prompt's last queries that the scores depend on, without those after the question
+        (see `LayerInputs.observing`); None: all of them."""
 
     @property
     def protected_rows(self) -> int:
-        """How many rows per KV head the scores mark with +inf; a smaller budget is raised to that many."""
+        """The number of rows per KV head that the scores mark with +inf; a smaller budget is raised to it."""
 
     @property
     def depends_on_rows(self) -> bool:
-        """Whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
+        """Say whether scores depend on the number of selected rows, apart from protecting fixed tokens."""
 
     @property
     def scores_heads_apart(self) -> bool:
-        """Whether a KV head's scores are the same whichever others are scored with it. Then each rank of a
-        worker of several compresses its heads itself."""
+        """Say whether a KV head's scores are the same whichever others are scored with it. Then each rank of
+        a worker with several ranks compresses its heads itself."""
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`; +inf marks tokens that must be selected."""
+        """Return float32 `[H_kv, T]`; +inf marks tokens that must be selected."""
 
 
 ScorerFactory = Callable[[Mapping[str, ParamValue], int], Scorer]
@@ -356,7 +359,7 @@ class Method:
 
 @functools.cache
 def installed_methods() -> Mapping[str, Method]:
-    """The installed methods by name.
+    """Return the installed methods by name.
 
     Raises: ConfigurationError: an entry point cannot be loaded, is not a `Method`, or its name is taken.
     """
@@ -370,14 +373,14 @@ def installed_methods() -> Mapping[str, Method]:
 
 @functools.cache
 def installed_parts(part: str) -> Mapping[str, Any]:
-    """What installed methods bring for a part of a plan, by the name that plans use.
+    """Return what installed methods bring for a part of a plan, by the name that plans use.
 
     Args: part: an attribute of `CompressionPlan`, one of `_BROUGHT`.
-    Raises: ConfigurationError: as `installed_methods`; or two methods bring different ones of one name.
+    Raises: ConfigurationError: as `installed_methods`; or two methods bring different parts of one name.
     """
     what, found = _BROUGHT[part], dict[str, Any]()
-    for method, its in installed_methods().items():
-        named, entry = getattr(its.plan, part), getattr(its, what)
+    for method, definition in installed_methods().items():
+        named, entry = getattr(definition.plan, part), getattr(definition, what)
         if named is not None and entry is not None and found.setdefault(named.name, entry) is not entry:
             raise ConfigurationError(
                 f"method {method!r} brings a {what} {named.name!r}; another method does too"
@@ -388,7 +391,7 @@ def installed_parts(part: str) -> Mapping[str, Any]:
 def with_installed(
     what: str, own: Mapping[str, _Entry], installed: Mapping[str, _Entry]
 ) -> Mapping[str, _Entry]:
-    """The package's entries of a registry, then those of installed packages.
+    """Return the package's entries of a registry, then those of installed packages.
 
     Raises: ConfigurationError: an installed package uses a name of the package.
     """

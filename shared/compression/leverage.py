@@ -29,7 +29,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 def leverage_scores(
     keys: Tensor, *, sketch: Sketch, num_columns: int, solver: Solver, centered: bool, seed: int
 ) -> Tensor:
-    """`o_i = x_i^T (X^T X)^+ x_i` of each row of `X = K Phi`, per head, in float32 (Compactor equation 1).
+    """Compute `o_i = x_i^T (X^T X)^+ x_i` of each row of `X = K Phi`, per head, in float32 (Compactor eq. 1).
 
     A sketch of at least D columns spans the same space as K, so K itself is used. If there are no more rows
     than columns, every row has a direction of its own and every score is 1.
@@ -55,15 +55,16 @@ def leverage_scores(
 
 
 def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
-    """Leverage of X by one of three factorisations (Compactor appendix C).
+    """Compute the leverage of X by one of three factorisations (Compactor appendix C).
 
     "svd": `||U_i||^2` of `X = U S V^T`, by a QR of X; singular values within the tolerance are dropped.
     "qr": `||Q_i||^2`; as "svd" if R's diagonal shows that columns are linearly dependent.
     "gram": `||L^{-1} x_i||^2` of `X^T X + ridge = L L^T`: one product and a small factorisation, the fastest.
-    In float64, because the product squares the condition number; so it is as exact as "svd". Unlike
+    It runs in float64, because the product squares the condition number, so it is as exact as "svd". Unlike
     eigenvalues, a factorisation of a batch is one launch on a GPU.
 
-    Args: rows: X, float32 `[H_kv, T, k]`, T > k. Returns: float32 `[H_kv, T]`.
+    Args: rows: X, float32 `[H_kv, T, k]`, T > k.
+    Returns: float32 `[H_kv, T]`.
     """
     if solver == "gram":
         gram = _gram(rows)
@@ -85,10 +86,10 @@ def solve_leverage(rows: Tensor, solver: Solver) -> Tensor:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """`X^T X` in float64, `[H_kv, k, k]`.
+    """Compute `X^T X` in float64, `[H_kv, k, k]`.
 
-    A sum of runs of rows, because a GPU gives a product with few columns one program a head, however many
-    rows there are.
+    It is a sum over runs of rows, because a GPU gives a product with few columns one program a head, however
+    many rows there are.
     """
     num_heads, num_rows, num_columns = rows.shape
     runs = F.pad(rows, (0, 0, 0, -num_rows % RUN_ROWS)).double().view(num_heads, -1, RUN_ROWS, num_columns)
@@ -101,21 +102,22 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _sketch_on(device: torch.device, sketch: Sketch, head_dim: int, num_columns: int, seed: int) -> Tensor:
-    """Phi on a device. Cached, because the host waits for a copy until the device has done all before it."""
+    """Return Phi on a device. Cached, because the host waits for a copy until the device has done all work
+    before it."""
     make = gaussian_sketch if sketch == "gaussian" else srht_sketch
     with torch.inference_mode(False):
         return make(head_dim, num_columns, seed).to(device)
 
 
 def gaussian_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
-    """Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU."""
+    """Draw Phi with entries of N(0, 1/k): float32 `[D, k]` on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(head_dim, num_columns, generator=generator).mul(num_columns**-0.5)
 
 
 def srht_sketch(head_dim: int, num_columns: int, seed: int) -> Tensor:
-    """`Phi = sqrt(n/k) D H P`: random signs D, the orthonormal Walsh-Hadamard matrix H of size n, and k of
-    its columns, chosen without replacement (Compactor appendix D).
+    """Draw `Phi = sqrt(n/k) D H P`: random signs D, the orthonormal Walsh-Hadamard matrix H of size n, and k
+    of its columns, chosen without replacement (Compactor appendix D).
 
     n is the least power of two that is at least D; keys count as padded with zeros to n. Phi is a plain
     matrix, because a fast transform would save nothing at a D of 128.

@@ -42,7 +42,10 @@ RECONSTRUCTION = "reconstruction"
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a plan may retain: exactly one field is set, or none for methods without a budget.
+    """What a plan may retain; neither tokens nor retention for methods without a budget.
+
+    With both, the larger holds: long prompts retain the share, and short ones, of which the share would be a
+    handful of tokens, retain `tokens`.
 
     Attributes:
         tokens: rows per KV head (RocketKV: t, the traffic of one decode step as a number of rows).
@@ -56,8 +59,6 @@ class Budget:
     floor_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.retention is not None:
-            raise InvalidRequest("token_budget and retention exclude one another", param="kv_compression")
         if self.tokens is not None and self.tokens < 1:
             raise InvalidRequest(
                 f"token_budget is {self.tokens}; it must be an integer of at least 1",
@@ -75,7 +76,7 @@ class Budget:
             )
 
     def smaller(self) -> tuple[Budget, ...]:
-        """The budgets to try when this one needs more memory than there is: halved down to the floor."""
+        """Return the budgets to try when this one needs too much memory: halved down to the floor."""
         if self.tokens is None or self.floor_tokens is None:
             return ()
         tokens, found = self.tokens, []
@@ -120,17 +121,17 @@ class CompressionPlan:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether a budget decides what is dropped, quantised, or not read by decode."""
+        """Say whether a budget decides what is dropped, quantised, or not read by decode."""
         return self.scorer is not None or self.attention.name != "dense" or self.representation.name == "rdkv"
 
     @property
     def repeats_prompt(self) -> bool:
-        """Whether its scorer needs the prompt's repetition, if it scores anything."""
+        """Say whether its scorer needs the prompt's repetition, if it scores anything."""
         return self.scorer is not None and self.scorer.name == RECONSTRUCTION
 
     @property
     def is_exact(self) -> bool:
-        """Whether decode computes the KV of its tokens as prefill would: from every row, as it was."""
+        """Say whether decode computes the KV of its tokens as prefill would: from every row, as it was."""
         return not self.takes_budget and self.representation == CompressionPlan(method="full").representation
 
 
@@ -171,34 +172,34 @@ class ResolvedPlan:
 
 
 def num_draft_tokens(resolved: ResolvedPlan) -> int:
-    """How many tokens prefill drafts before it compresses a layer (`draft.py`); 0: none."""
+    """Return how many tokens prefill drafts before it compresses a layer (`draft.py`); 0: none."""
     drafting = any(layer.representation.name == "rdkv" for layer in resolved.layers)
     return int(resolved.plan.representation.params.get(DRAFT_TOKENS, 0)) if drafting else 0
 
 
 def repeats_prompt(resolved: ResolvedPlan) -> bool:
-    """Whether prefill repeats the prompt before it compresses a layer (`reconstruct.py`)."""
+    """Say whether prefill repeats the prompt before it compresses a layer (`reconstruct.py`)."""
     return resolved.plan.repeats_prompt and resolved.method != "full"
 
 
 def is_measured(resolved: ResolvedPlan) -> bool:
-    """Whether every layer must be measured before the first can be compressed."""
+    """Say whether every layer must be measured before the first can be compressed."""
     return resolved.plan.layer_allocation.name in MEASURED_ALLOCATIONS and any(
         resolved.layers[layer].rows < resolved.num_prompt_tokens for layer in sharing_layers(resolved)
     )
 
 
 def sharing_layers(resolved: ResolvedPlan) -> tuple[int, ...]:
-    """The layers that share rows: all except those that the plan skips and those with a window or a state."""
+    """Return the layers that share rows: those without a window or a state that the plan does not skip."""
     return tuple(
         layer
-        for layer, its in enumerate(resolved.layers)
-        if layer not in resolved.plan.skip_layers and its.representation.name not in MODEL_FORMATS
+        for layer, layer_plan in enumerate(resolved.layers)
+        if layer not in resolved.plan.skip_layers and layer_plan.representation.name not in MODEL_FORMATS
     )
 
 
 def plan_digest(resolved: ResolvedPlan) -> str:
-    """A hex digest of the whole resolved plan; a worker refuses KV whose plan has another digest."""
+    """Compute a hex digest of the whole resolved plan; a worker refuses KV whose plan has another digest."""
     return hashlib.blake2b(json.dumps(asdict(resolved), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -226,26 +227,28 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
     Raises: InvalidRequest: another name (OTHER_RELEASE) or type, or a value that is not allowed.
     """
     types: dict[str, type] = {}
-    for key, its in allowed.items():
-        types[key] = its if isinstance(its, type) else type(its.low if isinstance(its, Between) else its[0])
+    for key, rule in allowed.items():
+        types[key] = (
+            rule if isinstance(rule, type) else type(rule.low if isinstance(rule, Between) else rule[0])
+        )
     if dict(zip(params, map(type, params.values()), strict=True)) != types:
-        takes = ", ".join(f"{key} ({its.__name__})" for key, its in types.items()) or "no parameters"
+        takes = ", ".join(f"{key} ({kind.__name__})" for key, kind in types.items()) or "no parameters"
         said, reason = f"was given {dict(params)}", ""
         if params.keys() != types.keys():  # clients name no others than the preset's
             differ = {"does not know": params.keys() - types.keys(), "needs": types.keys() - params.keys()}
             said = " and ".join(f"{verb} {', '.join(sorted(keys))}" for verb, keys in differ.items() if keys)
             reason = OTHER_RELEASE
         raise InvalidRequest(f"{name} {said}; it takes {takes}", param="kv_compression", reason=reason)
-    for key, its in allowed.items():
+    for key, rule in allowed.items():
         value: Any = params[key]
-        if isinstance(its, type):
+        if isinstance(rule, type):
             continue
-        if not isinstance(its, Between):
-            is_allowed = value in its
+        if not isinstance(rule, Between):
+            is_allowed = value in rule
         else:
-            is_allowed = its.low <= value <= its.high and (not its.odd or value % 2 == 1)
+            is_allowed = rule.low <= value <= rule.high and (not rule.odd or value % 2 == 1)
         if not is_allowed:
-            choices = its if isinstance(its, Between) else f"one of {', '.join(map(str, its))}"
+            choices = rule if isinstance(rule, Between) else f"one of {', '.join(map(str, rule))}"
             raise InvalidRequest(
                 f"{key} is {params[key]!r}; for {name} it must be {choices}", param=f"kv_compression.{key}"
             )
@@ -253,7 +256,7 @@ def read_params(name: str, params: Mapping[str, ParamValue], allowed: Allowed) -
 
 
 def look_up(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
-    """A registry's entry. Raises: InvalidRequest: `name`, a plan's `what`, is not in it."""
+    """Return a registry's entry. Raises: InvalidRequest: `name`, a plan's `what`, is not in it."""
     if name not in known:
         raise InvalidRequest(
             f"the plan's {what} is {name!r}; it must be one of {', '.join(known)}", param="kv_compression"

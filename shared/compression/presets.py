@@ -42,7 +42,7 @@ _COMPACTOR = Part(
 )
 _LEVERAGE = Part(name=_COMPACTOR.name, params={**_COMPACTOR.params, "leverage_weight": 1.0})
 _BETWEEN: dict[str, ParamValue] = {"sinks": 8, "recents": 4}
-"""As of `_COMPACTOR`: methods that do not know the question protect the same rows, as comparisons need."""
+"""As in `_COMPACTOR`: to be comparable, methods that do not know the question protect the same rows."""
 _RECONSTRUCTED = Part(name=RECONSTRUCTION, params={"chunk_tokens": 2048, "lead_tokens": 8, **_BETWEEN})
 _KEYDIFF = Part(name="keydiff", params=_BETWEEN)
 
@@ -70,13 +70,14 @@ _RDKV: dict[str, ParamValue] = {
     "kernel_size": _KERNEL_SIZE,
     "channel_weights": "norms",
     "widths": "0,2,4,8,16",
-    # each segment has scales and minima of its own, for every K channel and 64 retained tokens begun: 8 bytes
-    # of up to 128 of them, 8 % of 256 tokens at a tenth of their bits; shorter completions are not packed
+    # Each segment has its own scales and minima: 4 bytes for every K channel and group of 64 retained tokens.
+    # A channel of 65 to 128 of them has 8 bytes, 8 % of what 256 tokens take at a tenth of their bits.
+    # Shorter completions are not packed.
     "rebudget_tokens": 256,
 }
 _DRAFT: dict[str, ParamValue] = {DRAFT_TOKENS: 8, DRAFT_KERNEL_SIZE: 5, "widths": "0,4,8,16"}
 """The draft attends to the answer itself, so its kernel need not reach there from the question, and the
-paper's 5 suffices. With 7 and 9 bits go to more tokens beside it (benchmarks/results/eval/draft-kernels).
+paper's 5 suffices. With 7 and 9, bits go to more tokens beside it (benchmarks/results/eval/draft-kernels).
 
 Deviation: no width of 2. The tokens that a head retains share the bits of its K channels, and many tokens of
 2 bits in V leave few for K (the same results)."""
@@ -199,12 +200,12 @@ def _plans() -> Mapping[str, CompressionPlan]:
 
 
 def method_names() -> tuple[str, ...]:
-    """The methods that a request may name; those of installed packages come last."""
+    """Return the methods that a request may name; those of installed packages come last."""
     return tuple(_plans())
 
 
 def preset(method: str) -> CompressionPlan:
-    """A method's plan. Raises: InvalidRequest: no method has this name."""
+    """Return a method's plan. Raises: InvalidRequest: no method has this name."""
     plans = _plans()
     if method not in plans:
         raise InvalidRequest(
@@ -221,7 +222,7 @@ def plan_for(
     overrides: Mapping[str, ParamValue] | None = None,
     skip_layers: tuple[int, ...] = (),
 ) -> CompressionPlan:
-    """The plan of a named method.
+    """Make the plan of a named method.
 
     Args:
         budget: replaces the preset's if one of its fields is set.

@@ -1,13 +1,13 @@
 """The attention that a prompt's tokens get while the model repeats the prompt, before it is compressed.
 
-KVzip (Kim et al. 2025) finds that what a model reads to write a text down again has what later questions
-need of it, whatever they are. So scorer "reconstruction" does not know the question; it is for documents that
-are compressed once and asked about often.
+KVzip (Kim et al. 2025) finds that what a model reads to write a text down again includes what later questions
+need of it, whatever they are. So the scorer "reconstruction" does not use the question; it is for documents
+that are compressed once and asked about often.
 
     prefill of the prompt ──► K and V of all layers wait ──► `reconstruct`: the prompt again ──► compress
 
 This takes longer than the prompt's own pass: as many tokens are run, and each of them attends to the whole
-prompt. Of these passes nothing is shipped or stored.
+prompt. Nothing of these passes is shipped or stored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reconstruct(
     states: Mapping[int, Tensors] | None = None,
     before_chunk: Callable[[int], None] = lambda begin: None,
 ) -> list[LayerInputs]:
-    """The layers, those that are scored with `LayerInputs.repeated`; unchanged if the plan needs none.
+    """Return the layers, scored ones with `LayerInputs.repeated`; unchanged if the plan needs no repetition.
 
     The prompt's tokens are run again after it, in chunks of c, each behind the l tokens that lead to it in
     the prompt. Such a pass attends to the whole prompt and, causally, to itself. With its queries q_i and its
@@ -54,8 +54,8 @@ def reconstruct(
     that scores take time in proportion to the prompt.
 
     Deviation: in the paper a pass begins with words ("Repeat the previous context exactly", or "the part of
-    the previous context" that starts with the lead). Prefill has tokens and no words, so the lead alone
-    asks, and before the first chunk nothing does.
+    the previous context" that starts with the lead). Prefill has tokens and no words, so only the lead
+    prompts the model, and before the first chunk nothing does.
 
     Deviation: the authors' K_first is the system prompt, which they do not score. Here the whole prompt is
     repeated and scored, and K_first has as many tokens as the scorer protects.
@@ -78,12 +78,12 @@ def reconstruct(
         passes.chunk = begin, min(begin + chunk, len(prompt))
         led = prompt[max(begin - scorer.lead_tokens, 0) : begin + chunk]
         model.prefill(led, start=len(prompt), observer=passes, states=passes)
-    return [replace(its, repeated=passes.attention(its.layer)) for its in layers]
+    return [replace(inputs, repeated=passes.attention(inputs.layer)) for inputs in layers]
 
 
 def chunk_tokens(resolved: ResolvedPlan, max_model_len: int) -> int:
-    """How many tokens of the prompt a pass repeats: the plan's, or as many as the model's window has room for
-    after the prompt.
+    """Return how many tokens of the prompt a pass repeats: the plan's number, or as many as the model's
+    window has room for after the prompt.
 
     Raises: InvalidRequest: that is less than 64 tokens, and not all of the prompt.
     """
@@ -124,7 +124,7 @@ class _Passes:
     ) -> None:
         self.chunk = 0, 0
         self._device = device
-        self._prompt = {its.layer: its for its in layers}
+        self._prompt = {inputs.layer: inputs for inputs in layers}
         self._states = states
         self._attention: dict[int, list[Tensor]] = {layer: [] for layer in scored}
         self._num_first = num_first
@@ -144,10 +144,10 @@ class _Passes:
         self._attention[layer].append(attention[:, first : first + end - begin])
 
     def load(self, layer: int) -> dict[str, Tensor]:
-        return {name: its[None].clone() for name, its in self._states[layer].items()}
+        return {name: tensor[None].clone() for name, tensor in self._states[layer].items()}
 
     def store(self, layer: int, state: Tensors) -> None:
-        """Each pass begins with the prompt's state."""
+        """Drop the state: each pass begins with the prompt's."""
 
     def attention(self, layer: int) -> Tensor | None:
         """See `LayerInputs.repeated`."""

@@ -54,7 +54,7 @@ def resolve_plan(
     head_dim: int,
     layers: Sequence[LayerSpec] = (),
 ) -> ResolvedPlan:
-    """Exact sizes of a plan for one prompt.
+    """Compute the exact sizes of a plan for one prompt.
 
     Args:
         num_prompt_tokens: history included, at least 1.
@@ -81,11 +81,11 @@ def resolve_plan(
     uncut = fmt.plan_whole(plan, num_prompt_tokens)
     planned = [whole if layer in plan.skip_layers else uncut for layer in range(num_layers)]
     fixed = {
-        layer: _plan_of_model(its, num_prompt_tokens)
-        for layer, its in enumerate(layers)
-        if its.window or not its.has_rows
+        layer: _plan_of_model(spec, num_prompt_tokens)
+        for layer, spec in enumerate(layers)
+        if spec.window or not spec.has_rows
     }
-    budget = _budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
+    budget = budget_tokens(plan, num_prompt_tokens) if plan.takes_budget else num_prompt_tokens
     if budget < num_prompt_tokens:
         rows = _mean_rows(plan, budget, num_prompt_tokens)
         sharing = [layer for layer in range(num_layers) if layer not in {*plan.skip_layers, *fixed}]
@@ -106,18 +106,18 @@ def resolve_plan(
             planned[layer] = fmt.plan_layer(plan, sizing)
             if plan.generated is not None:
                 planned[layer] = with_segments(planned[layer], plan.generated, sizing)
-    is_full = all(its == whole for layer, its in enumerate(planned) if layer not in fixed)
+    is_full = all(layer_plan == whole for layer, layer_plan in enumerate(planned) if layer not in fixed)
     return ResolvedPlan(
         plan=plan,
         method="full" if is_full else plan.method,
         num_prompt_tokens=num_prompt_tokens,
         max_new_tokens=max_new_tokens,
-        layers=tuple(fixed.get(layer, its) for layer, its in enumerate(planned)),
+        layers=tuple(fixed.get(layer, layer_plan) for layer, layer_plan in enumerate(planned)),
     )
 
 
 def _plan_of_model(layer: LayerSpec, num_prompt_tokens: int) -> LayerPlan:
-    """The plan of a layer with a window or a state, whatever the method."""
+    """Return the plan of a layer with a window or a state, whatever the method."""
     if not layer.window:
         return LayerPlan(rows=1, representation=Part(name=STATE_FORMAT))
     part = Part(name=WINDOW_FORMAT, params={"window": layer.window, "is_chunked": layer.is_chunked})
@@ -145,22 +145,22 @@ def check_resolved(
             "allowed",
             param="ticket.plan",
         )
-    for layer, its in enumerate(resolved.layers):
-        if not 1 <= its.rows <= num_prompt_tokens:
+    for layer, layer_plan in enumerate(resolved.layers):
+        if not 1 <= layer_plan.rows <= num_prompt_tokens:
             raise InvalidRequest(
-                f"the ticket's plan has {its.rows} rows in layer {layer}; 1 to {num_prompt_tokens} are "
-                "allowed",
+                f"the ticket's plan has {layer_plan.rows} rows in layer {layer}; 1 to {num_prompt_tokens} "
+                "are allowed",
                 param="ticket.plan",
             )
     check_plan(resolved.plan, num_layers)
 
 
 def why_full(plan: CompressionPlan, *, num_prompt_tokens: int) -> str:
-    """For a client: why a plan whose method in effect is "full" does not compress a prompt."""
+    """Tell a client why a plan whose method in effect is "full" does not compress a prompt."""
     if plan.method == "full":
         return "method full keeps every token"
-    if plan.takes_budget and (budget := _budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
-        if plan.budget.retention is not None:
+    if plan.takes_budget and (budget := budget_tokens(plan, num_prompt_tokens)) >= num_prompt_tokens:
+        if budget != plan.budget.tokens and plan.budget.retention is not None:
             return f"a retention of {plan.budget.retention:g} keeps every token"
         return f"the budget of {budget} tokens covers the prompt"
     return f"method {plan.method} finds nothing to compress in this prompt and model"
@@ -204,7 +204,7 @@ def check_plan(plan: CompressionPlan, num_layers: int) -> None:
 
 
 def _mean_rows(plan: CompressionPlan, budget: int, num_prompt_tokens: int) -> int:
-    """The prompt's retained rows, as a mean over layers. Decode's attention chooses from them.
+    """Return the prompt's retained rows, as a mean over layers. Decode's attention chooses from them.
 
     They do not depend on the length of the completion, which a server does not know: new tokens are added to
     what is retained.
@@ -221,14 +221,16 @@ def _mean_rows(plan: CompressionPlan, budget: int, num_prompt_tokens: int) -> in
     return min(max(rows, protected), num_prompt_tokens)
 
 
-def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
-    """t: the plan's budget, else its preset's. A retention is a fraction of the prompt, rounded up."""
+def budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
+    """Return t: the plan's budget, else its preset's. A retention is a fraction of the prompt, rounded up."""
     budget = plan.budget
+    if budget.tokens is None and budget.retention is None:
+        budget = preset(plan.method).budget
+    tokens = budget.tokens or 0
     if budget.retention is not None:
         # The shortest decimal that gives this float is what the client wrote: 0.1 means 1/10.
-        return max(1, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
-    tokens = budget.tokens if budget.tokens is not None else preset(plan.method).budget.tokens
-    if tokens is None:
+        tokens = max(tokens, math.ceil(Fraction(repr(budget.retention)) * num_prompt_tokens))
+    if not tokens:
         raise InvalidRequest(
             f"method {plan.method!r} needs a token_budget or a retention", param="kv_compression"
         )
@@ -236,7 +238,7 @@ def _budget_tokens(plan: CompressionPlan, num_prompt_tokens: int) -> int:
 
 
 def _first_stage_rows(num_tokens: int, budget: int) -> int:
-    """RocketKV section 3.6: `floor(S / c^r)` rows, `c = S/t`, `r = min(0.2 + 0.06 log2 c, 0.8)`.
+    """Compute `floor(S / c^r)`, `c = S/t`, `r = min(0.2 + 0.06 log2 c, 0.8)` (RocketKV section 3.6).
 
     Args: num_tokens: S, above `budget`, which is t.
 
@@ -252,7 +254,7 @@ def _first_stage_rows(num_tokens: int, budget: int) -> int:
 
 
 def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) -> list[int]:
-    """Rows of each of `num_layers` layers, `rows` on average.
+    """Allocate rows to each of `num_layers` layers, `rows` on average.
 
     Args:
         rows: B, 1 to `num_tokens`.
@@ -270,7 +272,7 @@ def allocate_layers(part: Part, *, rows: int, num_layers: int, num_tokens: int) 
 
 
 def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int) -> list[int]:
-    """The mean in every layer."""
+    """Give every layer the mean."""
     read_params("uniform", params, {})
     return [rows] * num_layers
 
@@ -278,8 +280,8 @@ def _uniform(params: Mapping[str, ParamValue], rows: int, num_layers: int, num_t
 def _attention_variance(
     params: Mapping[str, ParamValue], rows: int, num_layers: int, num_tokens: int
 ) -> list[int]:
-    """D2O (section 4.1): more rows where a layer attends evenly. Here every layer gets the mean, because the
-    prompt has not been run yet; `compress.py` measures it and gives each layer its own.
+    """Give every layer the mean, because the prompt has not been run yet; `compress.py` measures it and gives
+    each layer its own. D2O (section 4.1) gives more rows to layers that attend evenly.
 
     Args: params: `normalisation`, see `layer_budgets`.
     """

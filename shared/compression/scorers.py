@@ -96,7 +96,7 @@ class WindowAttentionScorer:
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> WindowAttentionScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make the scorer from a plan's `Part.params`; raise as `read_params`."""
         return cls(**read_params("window_attention", params, _WINDOW_PARAMS), rows=rows)
 
     @property
@@ -108,7 +108,7 @@ class WindowAttentionScorer:
         return min(self.recents, max(self.rows // 4, 1))
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`, +inf on the protected columns."""
+        """Return float32 `[H_kv, T]`, +inf on the protected columns."""
         num_tokens = inputs.keys.shape[1]
         scores = inputs.keys.new_full((inputs.keys.shape[0], num_tokens), torch.inf, dtype=torch.float32)
         before = num_tokens - min(self.protected_rows, num_tokens)
@@ -142,13 +142,13 @@ class AccumulatedAttentionScorer:
 
     @classmethod
     def heavy_hitters(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
-        """H2O's zones: half of the rows, rounded up, are recents. Raises InvalidRequest on any parameter."""
+        """Use H2O's zones: half the rows, rounded up, are recents. Raise InvalidRequest on any parameter."""
         read_params("heavy_hitters", params, {})
         return cls(layer_zones=half_zones(rows))
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> AccumulatedAttentionScorer:
-        """D2O's zones: 4 sinks, then three important rows for each recent one. Raises as `heavy_hitters`."""
+        """Use D2O's zones: 4 sinks, then three important rows per recent one. Raise as `heavy_hitters`."""
         read_params("accumulated_attention", params, {})
         return cls(layer_zones=zones(rows))
 
@@ -157,7 +157,7 @@ class AccumulatedAttentionScorer:
         return self.layer_zones.num_sinks + self.layer_zones.num_recents
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
+        """Return float32 `[H_kv, T]`, +inf on sinks and recents."""
         sums = inputs.with_sums().sums
         assert sums is not None
         return protected(sums.sums, self.layer_zones)
@@ -182,7 +182,7 @@ class _BetweenScorer(ABC):
         return self.sinks + self.recents
 
     def __call__(self, inputs: LayerInputs) -> Tensor:
-        """Returns float32 `[H_kv, T]`, +inf on sinks and recents."""
+        """Return float32 `[H_kv, T]`, +inf on sinks and recents."""
         num_kv_heads, num_tokens, _ = inputs.keys.shape
         recents = min(self.recents, self.rows)
         begin, end = min(self.sinks, self.rows - recents), num_tokens - recents
@@ -193,7 +193,7 @@ class _BetweenScorer(ABC):
 
     @abstractmethod
     def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
-        """The scores of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
+        """Return the scores of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class CompactorScorer(_BetweenScorer):
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> CompactorScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make the scorer from a plan's `Part.params`; raise as `read_params`."""
         return cls(**read_params("compactor", params, _COMPACTOR_PARAMS), rows=rows)
 
     def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
@@ -256,7 +256,7 @@ class CompactorScorer(_BetweenScorer):
         return blend
 
     def _attention(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
-        """a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
+        """Compute a of the tokens `begin` to `end`: float32 `[H_kv, end - begin]`."""
         scaling = inputs.scaling if self.scaled else 1.0
         num_history = inputs.keys.shape[1] - inputs.queries.shape[2]
         # from here on, every token of a chunk has a query
@@ -288,8 +288,8 @@ class ReconstructionScorer(_BetweenScorer):
     that a token gets while the prompt is repeated (`reconstruct.py`). z is the z-score per KV head,
     population std, at least 1e-6.
 
-    Deviation: the paper's scores are r. The order is the same, but r spans orders of magnitude: of its own
-    z-scores a few would be so high that format "rdkv", which weighs tokens by them, gave all bits to those.
+    Deviation: the paper's scores are r. The order is the same, but r spans orders of magnitude: a few of its
+    z-scores would be so high that format "rdkv", which weighs tokens by them, would give those all bits.
 
     Deviation: the paper retains what is above one threshold for all layers and heads. Here a plan's format
     and allocation share rows, and those of the presets give each head as many. The paper retains the system
@@ -297,18 +297,18 @@ class ReconstructionScorer(_BetweenScorer):
 
     Attributes:
         chunk_tokens, lead_tokens: c and l of `reconstruct`.
-        sinks: those are also the first tokens in the softmax of `reconstruct`.
+        sinks: these are also the first tokens in the softmax of `reconstruct`.
     """
 
     observed_queries: ClassVar[int] = 0
     scores_heads_apart: ClassVar[bool] = False
-    """The lead alone has the whole prompt, which it repeats after the pass."""
+    """Only the leading rank has the whole prompt, which it repeats after the pass."""
     chunk_tokens: int
     lead_tokens: int
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> ReconstructionScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make the scorer from a plan's `Part.params`; raise as `read_params`."""
         return cls(**read_params(RECONSTRUCTION, params, _RECONSTRUCTION_PARAMS), rows=rows)
 
     def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
@@ -334,7 +334,7 @@ class KeyDiffScorer(_BetweenScorer):
 
     @classmethod
     def from_params(cls, params: Mapping[str, ParamValue], rows: int) -> KeyDiffScorer:
-        """From a plan's `Part.params`; raises as `read_params`."""
+        """Make the scorer from a plan's `Part.params`; raise as `read_params`."""
         return cls(**read_params("keydiff", params, _BETWEEN_PARAMS), rows=rows)
 
     def _between(self, inputs: LayerInputs, begin: int, end: int) -> Tensor:
@@ -344,7 +344,7 @@ class KeyDiffScorer(_BetweenScorer):
 
 
 def _z_scores(scores: Tensor) -> Tensor:
-    """Each head's scores in population standard deviations from their mean."""
+    """Express each head's scores in population standard deviations from their mean."""
     std, mean = torch.std_mean(scores, dim=1, correction=0, keepdim=True)
     return (scores - mean) / std.clamp_min(_MIN_STD)
 
@@ -360,7 +360,7 @@ SCORERS: Mapping[str, ScorerFactory] = {
 
 
 def make_scorer(part: Part, *, rows: int) -> Scorer:
-    """The scorer that a plan names.
+    """Make the scorer that a plan names.
 
     Args: rows: rows to select per KV head; the scorer protects no more than that.
     Raises:

@@ -39,9 +39,9 @@ class DecodeControl(WorkerControl, Protocol):
     """The calls that a decode worker answers."""
 
     def generate(self, request: GenerateRequest, *, timeout_s: float) -> AsyncGenerator[GenerateEvent, None]:
-        """Reserve memory, receive the prompt's KV or copy the one that the request shares, decode. Yields
-        TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request stores
-        history, HistoryReturned."""
+        """Reserve memory, receive the prompt's KV or copy that of the request it shares with, then decode.
+        Yields TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request
+        stores history, HistoryReturned."""
         ...
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
@@ -76,5 +76,5 @@ class PrefillControl(WorkerControl, Protocol):
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
 
     async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
-        """How many of a prompt's first tokens are stored for its owner; without their size."""
+        """Return how many of a prompt's first tokens are stored for its owner, without their size."""
         ...

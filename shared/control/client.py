@@ -53,9 +53,9 @@ _OPTIONS = (
 )
 
 IDLE_LIMIT_S = 10.0
-"""A worker says something in each stream every two seconds."""
+"""A worker sends something in each stream at least every two seconds."""
 _LATE_S = 1.0
-"""A call is given up so long after its deadline, at which gRPC should have ended it."""
+"""How long after its deadline a call is given up; gRPC should have ended it at the deadline."""
 
 _EOF: Any = cast(Any, grpc.aio).EOF
 _Value = TypeVar("_Value")
@@ -69,7 +69,7 @@ class _Client:
     _role: Role
 
     def __init__(self, address: str, *, certs: Certs | None = None, router: str = "") -> None:
-        """`address` is host:port or any gRPC target. Create it in the event loop that uses it; it connects on
+        """Create it in the event loop that uses it; `address` is host:port or any gRPC target. It connects on
         the first call.
 
         Args:
@@ -116,10 +116,12 @@ class _Client:
         events_id: str = "",
         answered: dict[str, str | bytes] | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Args:
-        call_id: "": a new one.
-        events_id: of the stream that may carry the call's events, "" for none.
-        answered: gets the answer's metadata before the first message is yielded.
+        """Yield the messages of a call.
+
+        Args:
+            call_id: "": a new one.
+            events_id: of the stream that may carry the call's events, "" for none.
+            answered: gets the answer's metadata before the first message is yielded.
         """
         method = self._service.methods[name]
         start, call_id = self._channel.unary_stream(method.path, None, None), call_id or new_call_id()
@@ -140,7 +142,7 @@ class _Client:
                         self.heard_s = loop.time()
                         if data is _EOF:
                             return
-                        if message := seal.open(data):  # an empty one is a sign of life
+                        if message := seal.open(data):  # an empty message is a keepalive
                             if answered is not None:
                                 answered.update(await call.initial_metadata())
                                 answered = None
@@ -163,7 +165,7 @@ class _Client:
         call_id: str,
         events_id: str = "",
     ) -> AsyncGenerator[Any, None]:
-        """A call that is cancelled on leaving, and whose failures are raised as errors of ours."""
+        """Make a call that is cancelled on leaving, and whose failures are raised as our errors."""
         message = Seal(method.path, call_id).close(method.request.encode(request))
         if len(message) > MAX_MESSAGE_BYTES:
             raise PayloadTooLarge(
@@ -190,8 +192,7 @@ class _Client:
         except grpc.aio.AioRpcError as error:
             raise ended(error.code(), error.details(), error.trailing_metadata()) from error
         except asyncio.CancelledError:
-            # grpc.aio raises this also where the worker answers CANCELLED, which is no cancellation of our
-            # task.
+            # grpc.aio also raises this where the worker answers CANCELLED and our task was not cancelled.
             if not call.done() or _is_cancelled():
                 raise
             code, details = await call.code(), await call.details()
@@ -217,7 +218,7 @@ class GrpcDecodeClient(_Client):
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """What comes after TransferAccepted may come by the stream that calls share."""
+        """Yield the events; those after TransferAccepted may come by the stream that calls share."""
         events, call_id, answered = self._events, new_call_id(), dict[str, str | bytes]()
         events.begin()
         own = self._stream(
@@ -274,7 +275,7 @@ class GrpcPrefillClient(_Client):
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled our task."""
+    """Return whether our task was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -282,7 +283,7 @@ def _is_cancelled() -> bool:
 async def _rest(
     own: AsyncGenerator[GenerateEvent, None], queue: asyncio.Queue[Item], address: str
 ) -> AsyncGenerator[GenerateEvent, None]:
-    """The events that come by the shared stream. The call's own stream says whether it fails, and ends."""
+    """Yield the events of the shared stream. The call's own stream shows whether it fails, and ends."""
     end = asyncio.create_task(anext(own, None))
     end.add_done_callback(lambda _: queue.put_nowait(None))
     late: asyncio.TimerHandle | None = None
@@ -305,13 +306,15 @@ async def _rest(
 
 
 async def _answer_of(call: Any, timeout_s: float, address: str) -> bytes:
-    """A unary call's answer, in bounded time also where gRPC neither ends the call at its deadline nor lets
-    its waiter be cancelled: under faults its timers have stood still for minutes.
+    """Return a unary call's answer in bounded time, even if gRPC neither ends the call at its deadline nor
+    lets its waiter be cancelled: under faults its timers have stood still for minutes.
 
     Raises: WorkerUnavailable, or what the call raises.
     """
     answer: asyncio.Future[bytes] = asyncio.ensure_future(call)
-    answer.add_done_callback(lambda its: its.cancelled() or its.exception())  # nobody may be waiting by then
+    answer.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+    )  # nobody may be waiting by then
     await asyncio.wait((answer,), timeout=timeout_s + _LATE_S)
     if not answer.done():
         raise WorkerUnavailable(f"{address} did not answer a call within {timeout_s:g} s", reason="silent")

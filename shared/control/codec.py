@@ -70,7 +70,7 @@ class Service:
 
 
 def make_codec(hint: Any, proto: type[Message]) -> Codec:
-    """The codec of one message.
+    """Make the codec of one message.
 
     Args:
         hint: the type of its values; None for a message that has no class of its own.
@@ -140,7 +140,7 @@ def _dataclass(kind: Any, message: Descriptor) -> _Pair:
 def _reader(
     kind: Any, message: Descriptor, required: list[str], readers: list[tuple[str, _Convert | None, bool]]
 ) -> _Convert:
-    """Reads a message's fields: as a function of its own, since a stream's messages are read one a token."""
+    """Make a function that reads a message's fields, because a stream has a message for each token."""
 
     def missing(name: str) -> InvalidRequest:
         return _of_other_release(f"{message.name} has no {name}; it is required", name)
@@ -169,7 +169,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _field(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Convert | None]:
-    """None for a direction in which the value stays as it is."""
+    """Return the converters of a field; None for a direction in which the value stays as it is."""
     if not field.is_repeated:
         return _single(hint, field) or (None, None)
     if get_origin(hint) is dict:
@@ -187,7 +187,7 @@ def _map_values(convert: _Convert) -> _Convert:
 
 
 def _single(hint: Any, field: FieldDescriptor) -> _Pair | None:
-    """None for values that stay as they are."""
+    """Return the converters of one value; None for values that stay as they are."""
     optional = _is_optional(hint)
     if optional:
         hint = Union[tuple(kind for kind in get_args(hint) if kind is not type(None))]  # noqa: UP007

@@ -1,7 +1,7 @@
 """Both ends of the streams that carry the events of many calls of Generate.
 
-A decode step gives every running sequence a token. As a message of its own each of them takes more time than
-all the rest that is done with it, at both ends; here a step's tokens travel in one message.
+A decode step gives every running sequence a token. A message for each token would take more time than all
+other work on it, at both ends; here a step's tokens travel in one message.
 
     router:  Events(stream_id) ──► open ──► Generate(names the stream) ──► Generate ... ──► closes it
     worker:            first message ◄┘        ticket, accepted: in its own stream
@@ -23,15 +23,15 @@ from kvferry.shared.control.messages import EventOfCall, EventsOfCalls, Generate
 from kvferry.shared.errors import InvalidRequest, KvferryError, WorkerUnavailable
 
 EVENTS_KEY = "kvferry-events"
-"""Names the stream in a call's metadata; in the answer's, it says that the call uses it."""
+"""Names the stream in a call's metadata; in the answer's metadata, says that the call uses it."""
 REOPEN_S = 1.0
-"""How long after a stream has ended another one may be opened."""
+"""How long after the end of a stream another one may be opened."""
 UNKNOWN_S = 60.0
-"""The same where the worker has never had one: those of the release before have none."""
+"""The same where the worker has never had one: workers of the previous release have none."""
 
 
 class EventStream:
-    """At the worker: what is to be sent of the calls that use one stream. Used in one event loop."""
+    """At the worker: the events still to be sent of the calls that use one stream. For one event loop."""
 
     def __init__(self) -> None:
         self._events: list[EventOfCall] = []
@@ -42,7 +42,7 @@ class EventStream:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """A call uses the stream in this context."""
+        """Let a call use the stream in this context."""
         self._num_calls += 1
         try:
             yield
@@ -51,7 +51,7 @@ class EventStream:
             self.wake()
 
     def put(self, call_id: str, event: GenerateEvent) -> None:
-        """A call's next event. Raises: WorkerUnavailable: the stream is closed ("closed")."""
+        """Add a call's next event. Raises: WorkerUnavailable: the stream is closed ("closed")."""
         if self._is_closed:
             raise WorkerUnavailable(
                 "the router closed the stream that the call's events go to", reason="closed"
@@ -60,7 +60,7 @@ class EventStream:
         self._news.set()
 
     def end(self, call_id: str) -> None:
-        """The call has no more events."""
+        """Note that the call has no more events."""
         self._ended.append(call_id)
         self._news.set()
 
@@ -69,7 +69,7 @@ class EventStream:
         self._news.set()
 
     async def take(self) -> EventsOfCalls:
-        """Wait for events; returns all that there are."""
+        """Wait for events, and return all that there are."""
         await self._news.wait()
         self._news.clear()
         taken = EventsOfCalls(events=tuple(self._events), ended=tuple(self._ended))
@@ -79,11 +79,11 @@ class EventStream:
 
     @property
     def is_used(self) -> bool:
-        """Whether a call uses it, or something is left to be sent."""
+        """Return whether a call uses the stream, or something is left to be sent."""
         return bool(self._num_calls or self._events or self._ended)
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Send nothing from now on."""
         self._is_closed = True
 
 
@@ -95,14 +95,14 @@ class EventStreams:
         self._is_ending = False
 
     def find(self, stream_id: str) -> EventStream | None:
-        """The stream that a call names; None: its events go to the call's own stream."""
+        """Return the stream that a call names; None: its events go to the call's own stream."""
         return None if self._is_ending else self._streams.get(stream_id)
 
     async def events(self, stream_id: str, *, timeout_s: float) -> AsyncGenerator[EventsOfCalls, None]:
-        """The method Events. Has no deadline.
+        """Serve the method Events. It has no deadline.
 
-        Args: stream_id: which calls name; it must be hard to guess.
-        Raises: InvalidRequest: there is such a stream.
+        Args: stream_id: the id that calls name; it must be hard to guess.
+        Raises: InvalidRequest: the stream exists already.
         """
         if stream_id in self._streams:
             raise InvalidRequest(
@@ -110,7 +110,7 @@ class EventStreams:
             )
         stream = self._streams[stream_id] = EventStream()
         try:
-            # an empty message would be a sign of life only
+            # an empty message would only be a keepalive
             yield EventsOfCalls(ended=(stream_id,))
             while stream.is_used or not self._is_ending:
                 taken = await stream.take()
@@ -121,7 +121,8 @@ class EventStreams:
             stream.close()
 
     def end(self) -> None:
-        """The worker is to end: later calls use their own streams; each stream ends with its last call."""
+        """Prepare the worker's end: later calls use their own streams; each shared one ends with its last
+        call."""
         self._is_ending = True
         for stream in self._streams.values():
             stream.wake()
@@ -153,7 +154,7 @@ class SharedEvents:
         self._next_try_s = 0.0
         self._patience_s = UNKNOWN_S
         self.stream_id = ""
-        """Of the open stream; "" while there is none."""
+        """The id of the open stream; "" while there is none."""
 
     def begin(self) -> None:
         """Open the stream, unless it is open or was tried a moment ago. Does not wait."""
@@ -162,7 +163,7 @@ class SharedEvents:
 
     @contextmanager
     def queue(self, call_id: str) -> Iterator[asyncio.Queue[Item]]:
-        """The events of a call, while in this context."""
+        """Queue the events of a call while in this context."""
         queue = self._queues[call_id] = asyncio.Queue()
         try:
             yield queue
@@ -193,7 +194,7 @@ class SharedEvents:
     def _hand_out(self, message: EventsOfCalls) -> None:
         queues = self._queues
         for of_call in message.events:
-            # a call that this end has left may still send
+            # a call that this end has left may still send events
             with contextlib.suppress(KeyError):
                 queues[of_call.call_id].put_nowait(of_call.event)
         for call_id in message.ended:

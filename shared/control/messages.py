@@ -34,8 +34,8 @@ class SessionKey:
 
     @property
     def is_implicit(self) -> bool:
-        """Whether it is a prompt without a session, stored for a while for others to reuse. Such records are
-        the first to be evicted, have no generated tokens, and stay in memory."""
+        """Return whether this is a prompt without a session, stored for a while for others to reuse. Such
+        records are the first to be evicted, have no generated tokens, and stay in memory."""
         return self.session_id.startswith(IMPLICIT_PREFIX)
 
 
@@ -101,7 +101,7 @@ class TurnPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedStart:
-    """What a request begins with whose prompt another request has brought to the same decode worker.
+    """The start of a request whose prompt another request has brought to the same decode worker.
 
     Attributes:
         request_id: of that request, which had `num_siblings` and is or was running there.
@@ -277,6 +277,7 @@ class FirstToken:
         prompt_logprobs: the prompt's tokens from the second on, if the request asked for them; `index` is
             the position.
         sibling_tokens: the first tokens of the request's `siblings`, in their order.
+        epsilon_table: another model's distortion table that was used, as of `stand_in`; "" if none was.
     """
 
     token: SampledToken
@@ -289,6 +290,7 @@ class FirstToken:
     history_tier: str = ""
     prompt_logprobs: tuple[SampledToken, ...] = ()
     sibling_tokens: tuple[SampledToken, ...] = ()
+    epsilon_table: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

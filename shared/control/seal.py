@@ -1,11 +1,11 @@
 """Seals of control messages: a checksum that is bound to the call and to the message's place in it.
 
-gRPC has none of its own. With it, a message that was changed, repeated, left out, moved, or delivered to
-another call is not taken for what was sent. A client of ours says in its metadata that it seals; a server
-neither expects nor sends seals to others.
+gRPC has none of its own. With seals, messages that were changed, repeated, lost, moved, or delivered to
+another call are detected. A client of ours says in its metadata that it seals; a server neither expects nor
+sends seals to others.
 
-Workers are upgraded before routers, so a server also takes the seals of the release before. A worker of the
-release before does not know these seals and answers without; the client says so.
+Workers are upgraded before routers, so a server also accepts the previous release's seals. A worker of the
+previous release does not know these seals and answers without them; the client reports that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.shared.errors import WorkerUnavailable
 
 SEALED_KEY = "kvferry-call"
 EARLIER_KEY = "kvferry-sealed"
-"""What clients of the release before send instead: their seals are bound to the request's id alone."""
+"""What clients of the previous release send instead: their seals are bound to the request's id alone."""
 _TAG = b"\xf9\x7f"
 """Field 2047, fixed64, which protobuf does not know and skips."""
 _CHECKSUM = struct.Struct("<Q")
@@ -41,7 +41,7 @@ class Seal:
 
     @classmethod
     def of_earlier(cls, request_id: str) -> Self:
-        """As clients of the release before make it.
+        """Make a seal as clients of the previous release do.
 
         Args: request_id: of the call; empty where it has none.
         """
@@ -50,13 +50,13 @@ class Seal:
         return seal
 
     def close(self, message: bytes) -> bytes:
-        """The next message to send."""
+        """Seal the next message to send."""
         return message + _TAG + self._checksum(message)
 
     def open(self, sealed: bytes) -> bytes:
-        """The next message that was received.
+        """Open the next message that was received.
 
-        Raises: WorkerUnavailable: it is not the one that was sent ("damaged").
+        Raises: WorkerUnavailable: it is not the message that was sent ("damaged").
         """
         message, seal = sealed[:-_SEAL_BYTES], sealed[-_SEAL_BYTES:]
         if not is_sealed(sealed):
@@ -70,7 +70,7 @@ class Seal:
         return message
 
     def of_status(self, code: str, details: str, fields: Iterable[tuple[str, str | bytes]]) -> str:
-        """The seal of the status that ends the call. Args: fields: what its metadata says of the error."""
+        """Return the seal of the status that ends the call. Args: fields: the error's metadata."""
         text = repr((code, details, sorted(fields)))
         return f"{xxhash.xxh3_64_intdigest(text.encode(errors='replace'), self._seed):016x}"
 
@@ -81,10 +81,10 @@ class Seal:
 
 
 def new_call_id() -> str:
-    """Tells a call from all others. The client sends it under `SEALED_KEY`."""
+    """Make an id that tells a call from all others. The client sends it under `SEALED_KEY`."""
     return secrets.token_hex(8)
 
 
 def is_sealed(message: bytes) -> bool:
-    """Whether a message ends as sealed ones do, whatever the call's metadata says."""
+    """Return whether a message ends as sealed ones do, whatever the call's metadata says."""
     return message[-_SEAL_BYTES : -_CHECKSUM.size] == _TAG

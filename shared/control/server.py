@@ -37,12 +37,12 @@ MESSAGE_LIMITS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
-"""gRPC's options for it, of servers and of channels."""
+"""gRPC's options for this limit, of servers and of channels."""
 DEFAULT_TIMEOUT_S = 3600.0
 REQUEST_ID_KEY = "x-request-id"
 ROUTER_KEY = "kvferry-router"
 KEEPALIVE_S = 2.0
-"""How long a stream is silent at most."""
+"""How long a stream may be silent."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
@@ -98,7 +98,7 @@ async def serve_control(
     Raises:
         ConfigurationError: the address cannot be bound.
     """
-    handshake = ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000))  # to the client's settings
+    handshake = ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000))  # until the client's settings
     server = grpc.aio.server(options=(*_OPTIONS, handshake, *MESSAGE_LIMITS))
     names, streams = [], EventStreams()
     for service, implementation in ((codec.PREFILL, prefill), (codec.DECODE, decode)):
@@ -130,18 +130,18 @@ async def serve_control(
 def _handler(
     method: Method, call: Callable[..., Any], caller: str, streams: EventStreams
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """The handler of a method; `call` is the service's, without an argument where the request is empty.
+    """Return the handler of a method; `call` is the service's, without an argument for empty requests.
 
     Args:
         caller: the name that the client's certificate must have; "" without TLS.
-        streams: that calls may name.
+        streams: those that calls may name.
     """
     span_name = method.path.rpartition(".")[2]
 
     async def handle(data: bytes, context: _Context) -> bytes | None:
         """Bind the request id for logs and call the service; errors become statuses.
 
-        A stream is written here rather than yielded: cancellation is then always raised in here, so the
+        A stream is written here rather than yielded: cancellation is then always raised here, so the
         service's generator is closed at once.
         """
         if caller and caller.encode() not in context.auth_context().get("x509_common_name", ()):
@@ -195,12 +195,12 @@ def _handler(
 
 
 def _seals(method: Method, headers: Mapping[str, str], data: bytes) -> Callable[[], Seal] | None:
-    """What makes the seals of a call; None where the caller does not seal."""
+    """Return a function that makes the seals of a call; None where the caller does not seal."""
     call_id = headers.get(SEALED_KEY)
     if call_id is None and EARLIER_KEY in headers:
         return partial(Seal.of_earlier, headers.get(REQUEST_ID_KEY, ""))
     if call_id is None and is_sealed(data):
-        call_id = ""  # its metadata is damaged: the seal will not fit
+        call_id = ""  # its metadata is damaged: the seal will not match
     return partial(Seal, method.path, call_id) if call_id is not None else None
 
 
@@ -209,21 +209,21 @@ async def _write(context: _Context, message: bytes) -> None:
 
 
 async def _sent(operation: Awaitable[None]) -> None:
-    """Raises: Cancelled where the caller has gone."""
+    """Await a send. Raises: Cancelled where the caller has gone."""
     try:
         await operation
-    except grpc.aio.InternalError:  # gRPC says no more than that it was not written
+    except grpc.aio.InternalError:  # gRPC says only that it was not written
         raise Cancelled("The caller of a stream has gone") from None
 
 
 @asynccontextmanager
 async def _sealed(context: _Context, seal: Seal) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """What writes a stream's messages; while there are none, it writes an empty one every `KEEPALIVE_S`."""
+    """Yield a function that writes a stream's messages; write an empty one in each idle `KEEPALIVE_S`."""
     lock, num_written = asyncio.Lock(), 0
 
     async def write(message: bytes) -> None:
         nonlocal num_written
-        async with lock:  # the seals are in order
+        async with lock:  # keeps the seals in order
             num_written += 1
             await _write(context, seal.close(message))
 

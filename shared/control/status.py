@@ -41,8 +41,8 @@ _BY_STATUS: Mapping[grpc.StatusCode, type[KvferryError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
 }
-"""What gRPC itself answers. All else is a worker that cannot be reached, whatever bytes made it look so: a
-worker's own errors name their class."""
+"""The statuses that gRPC itself answers. All others mean that a worker cannot be reached, whatever bytes
+caused them: a worker's own errors name their class."""
 
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -50,12 +50,11 @@ Status = tuple[grpc.StatusCode, str, Metadata]
 
 
 def to_status(error: KvferryError, seal: Seal | None) -> Status:
-    """Status code, details and trailing metadata of an error, bounded so that headers stay small.
+    """Return status code, details and trailing metadata of an error, bounded so that headers stay small.
 
-    What another release has sent is no mistake of the router's client, and another worker may know it.
+    A message that this release does not know is not the client's mistake, and another worker may know it.
 
-    Args: seal: of the call, not used yet. With it, neither a damaged status nor one of another call is taken
-        for this one.
+    Args: seal: of the call, not used yet. It detects damaged statuses and those of other calls.
     """
     if error.reason == OTHER_RELEASE and isinstance(error, InvalidRequest):
         error = Overloaded(f"in kvferry {VERSION}, {error.message}", reason=OTHER_RELEASE)
@@ -82,7 +81,7 @@ def from_status(
     peer: str,
     seal: Seal,
 ) -> KvferryError:
-    """The error of a status, not raised; `WorkerUnavailable` ("damaged") where its seal is of another one.
+    """Return the error of a status, not raised; `WorkerUnavailable` ("damaged") if its seal is wrong.
 
     Args:
         metadata: trailing metadata; if it names no class, gRPC itself made the status.

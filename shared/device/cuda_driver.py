@@ -1,6 +1,6 @@
-"""Whether the NVIDIA driver is new enough for the CUDA of torch's build, and what a worker does if not.
+"""Checks that the NVIDIA driver is new enough for the CUDA of torch's build, for workers to act if not.
 
-torch tells only that there is no CUDA device. With device auto that means a model on the CPU, which is what
+torch says only that there is no CUDA device. With device auto the model would then run on the CPU, which
 nobody wants on a machine with a GPU; so the reason is found here, before the model is loaded.
 """
 
@@ -22,7 +22,7 @@ LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def driver_version(path: Path = DRIVER_FILE) -> str | None:
-    """The version of the loaded NVIDIA driver; None without one."""
+    """Return the version of the loaded NVIDIA driver; None without one."""
     try:
         found = re.search(r"Kernel Module.*?\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(encoding="utf-8"))
     except OSError:
@@ -31,7 +31,7 @@ def driver_version(path: Path = DRIVER_FILE) -> str | None:
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """Why torch cannot use a GPU with this driver; None if that is not the reason.
+    """Say why torch cannot use a GPU with this driver; None if the driver is not the reason.
 
     Args: cuda: of torch's build, None for one without.
     """
@@ -50,7 +50,8 @@ def driver_problem(driver: str | None, cuda: str | None) -> str | None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a CUDA device that torch cannot use, with the reason; warn if `auto` is a GPU machine's CPU.
+    """Refuse a CUDA device that torch cannot use, with the reason; warn if `auto` means the CPU although
+    there is a GPU.
 
     Args: device: as a worker's option.
     Raises: ConfigurationError.

@@ -31,12 +31,12 @@ OPS: dict[Role, tuple[str, ...]] = {
     "prefill": _PREFILL_OPS,
     "decode": tuple(sorted({*dispatch.TRITON_OPS, *dispatch.TORCH_OPS}.difference(_PREFILL_OPS))),
 }
-"""Who calls which ops while serving."""
+"""The ops that each role calls while serving."""
 ADVICE = "set TRITON_CACHE_DIR to a writable folder on a file system without noexec"
 
 
 def choose_kernels(mode: KernelMode, device: torch.device) -> None:
-    """Take the process's kernels, before it serves, and log those that are quarantined from then on.
+    """Choose the process's kernels, before it serves, and log those that are quarantined from then on.
 
     Raises: ConfigurationError: Triton was asked for where it cannot run, or cannot use its cache.
     """
@@ -50,14 +50,14 @@ def choose_kernels(mode: KernelMode, device: torch.device) -> None:
 
 
 def cache_folder() -> Path:
-    """Triton's cache in this process. Triton must be installed."""
+    """Return Triton's cache folder in this process. Triton must be installed."""
     from triton import knobs
 
     return Path(knobs.cache.dir)
 
 
 def cache_problem(folder: Path) -> str | None:
-    """Why kernels cannot be stored in a folder and loaded from it; None if they can. Makes the folder."""
+    """Say why kernels cannot be stored in a folder and loaded from it; None if they can. Makes the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -70,7 +70,7 @@ def cache_problem(folder: Path) -> str | None:
 
 
 def check_cache(folder: Path) -> None:
-    """Raises: ConfigurationError: every kernel would fail, and a worker be slow without a word."""
+    """Refuse an unusable cache. Raises: ConfigurationError: every kernel would fail, silently."""
     if (problem := cache_problem(folder)) is not None:
         raise ConfigurationError(
             f"Triton's cache cannot be used: {problem}; {ADVICE}, or --kernels torch to do without kernels"
@@ -87,14 +87,14 @@ def _log_quarantine(entry: Quarantined) -> None:
 
 
 def kernel_paths(role: Role, device: torch.device) -> dict[str, KernelPath]:
-    """The path of each of a role's ops on a device, by name."""
+    """Return the path of each of a role's ops on a device, by name."""
     paths = dispatch.kernel_paths(device)
     return {op: paths[op] for op in OPS[role]}
 
 
 def shown_paths(role: Role, device: torch.device) -> dict[str, str]:
-    """What `/version` shows of a worker: its ops' paths, the reason where an op is quarantined, and how
-    decode's steps run ("graph" or "eager").
+    """Return what `/version` shows of a worker: its ops' paths, the reason where an op is quarantined, and
+    how decode's steps run ("graph" or "eager").
 
     A batch with an attention that torch serves is stepped eagerly whatever the device.
     """
@@ -125,8 +125,8 @@ class ShownPaths:
 class KernelCalls(Collector):
     """`kvferry_<role>_kernel_calls_total{op,path}`: every op with the path it takes now, and any it took.
 
-    A count of zero says which path a call would take. One process's count: two services in one process share
-    it.
+    A count of zero says which path a call would take. The counts are the process's: two services in one
+    process share them.
     """
 
     def __init__(self, role: Role, device: torch.device) -> None:

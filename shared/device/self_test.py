@@ -6,7 +6,7 @@
 The cases run in a process of their own, because a kernel that hangs or reads an illegal address takes its
 process's device with it. After such an end another child goes on with the next op. What the child compiles is
 in Triton's cache when the worker needs it. If no child can use the device at all, the cases run in the
-worker, without a limit. Does not decide what follows from a quarantine (`kernels/quarantine.py`).
+worker, without a limit. The consequences of a quarantine are decided elsewhere (`kernels/quarantine.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One op's result. Attributes: reason: None if its kernel is right; num_cases: that were run."""
+    """One op's result. Attributes: reason: None if its kernel is right; num_cases: cases run."""
 
     op: str
     reason: Reason | None
@@ -59,7 +59,7 @@ class Finding:
 
 
 def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
-    """The shapes that a model's kernels have: one for all layers with equal heads."""
+    """Return the shapes that a model's kernels have: one for all layers with equal heads."""
     by_heads: dict[Heads, list[LayerSpec]] = {}
     for layer in spec.row_layers:
         by_heads.setdefault(spec.heads(layer), []).append(spec.layer(layer))
@@ -72,15 +72,15 @@ def model_shapes(spec: ModelSpec, device: torch.device) -> list[BatchShape]:
             head_dim=heads.head_dim,
             dtype=TORCH_DTYPES[spec.dtype],
             device=device,
-            has_windows=any(its.window for its in layers),
-            has_plain_softmax=all(its.has_plain_softmax for its in layers),
+            has_windows=any(each.window for each in layers),
+            has_plain_softmax=all(each.has_plain_softmax for each in layers),
         )
         for heads, layers in by_heads.items()
     ]
 
 
 def ops_with_kernels(role: Role, shape: BatchShape) -> list[str]:
-    """The role's ops that would take a Triton kernel for this shape."""
+    """Return the role's ops that would take a Triton kernel for this shape."""
     problem = dispatch.shape_problem(shape.dtype, shape.group_size, shape.head_dim, shape.device)
     if problem is not None:
         return []
@@ -167,12 +167,12 @@ class _Child:
         threading.Thread(target=self._read, name="kvferry-self-test", daemon=True).start()
 
     def starts(self, timeout_s: float) -> bool:
-        """Whether the child can use the device."""
+        """Wait for the start; return whether the child can use the device."""
         report = self._next(timeout_s)
         return report is not None and report["phase"] == "ready"
 
     def read_op(self, op: str, limits: Limits) -> Finding:
-        """The result of one op. The child has ended after a hang or a crash."""
+        """Read the result of one op. The child has ended after a hang or a crash."""
         begin_s, num_cases, name, limit_s = time.monotonic(), 0, "", limits.compile_s
         phase = "begin"
 
@@ -226,7 +226,7 @@ class _Child:
 def run_op(op: str, shape: BatchShape, report: Callable[..., None] = lambda **fields: None) -> Finding:
     """Run an op's cases until one fails.
 
-    Args: report: called with `phase` and `name` at the begin of a case and once it is launched.
+    Args: report: called with `phase` and `name` at the beginning of a case and once it is launched.
     """
     begin_s, num_cases = time.monotonic(), 0
     problem: tuple[Reason, str] | None = None
@@ -250,14 +250,14 @@ def run_op(op: str, shape: BatchShape, report: Callable[..., None] = lambda **fi
 
 
 def _end_with_parent() -> None:
-    """A worker that is killed closes the pipe; a child whose kernel hangs must not outlive it."""
+    """End when the worker is killed, which closes the pipe: a child that hangs must not outlive it."""
     os.read(0, 1)  # without a lock that would be held when the process ends
     os._exit(1)
 
 
 def _load_libraries(device: torch.device) -> None:
-    """Use what the references use, once: CUDA loads each library at its first call, which takes seconds from
-    a cold disk and is no kernel's fault."""
+    """Use once the libraries that the references use: CUDA loads each at its first call, which takes seconds
+    from a cold disk and is no kernel's fault."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         rows = torch.eye(64, dtype=dtype, device=device)
         torch.bmm(rows[None], rows[None]).softmax(-1).sort()
@@ -266,7 +266,7 @@ def _load_libraries(device: torch.device) -> None:
 
 
 def run_child(arguments: Sequence[str]) -> int:
-    """The child process. Args: the task, as JSON. Returns its exit code."""
+    """Run the child process. Args: the task, as JSON. Returns its exit code."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # libraries may print to stdout
     reports = os.fdopen(os.dup(1), "w", buffering=1)

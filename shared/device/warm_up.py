@@ -1,8 +1,8 @@
 """What a worker runs before it is ready, so that no request waits for a compiler or a first allocation.
 
 A prompt of its own goes through the model and through every method that the model can use. Prefill stops
-there; decode takes steps over the compressed prompts (`services/decode/warm_up.py`). Only where kernels are
-compiled, which is not so on a CPU.
+there; decode takes steps over the compressed prompts (`services/decode/warm_up.py`). Only done where kernels
+are compiled, which they are not on a CPU.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TILE_ROWS = (16, 32, 64, 128)
 """Rows of the tiles that prefill's kernels choose from, by how many rows there are."""
 NEW_TOKENS = 8
 Progress = Callable[[float, str], None]
-"""Called with the part that is done, 0 to 1, and what is done now."""
+"""Called with the fraction done, 0 to 1, and the current step."""
 
 
 def shown_progress(gauge: Gauge) -> Progress:
-    """Shows progress in a metric and in the log. Where nothing is to be warmed up, it is 1 at once."""
+    """Show progress in a metric and in the log. Where nothing needs warming up, it is 1 at once."""
 
     def show(done: float, what: str) -> None:
         gauge.set(done)
@@ -64,13 +64,13 @@ class WarmPrompt:
 
 
 def needs_warm_up(role: Role, model: LanguageModel) -> bool:
-    """Whether a worker has kernels to compile."""
+    """Return whether a worker has kernels to compile."""
     return any(ops_with_kernels(role, shape) for shape in model_shapes(model.spec, model.device))
 
 
 def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:
     """Run a prompt through the model once, and compress it by every method. A method that fails is left out:
-    requests will have its error."""
+    requests will get its error."""
     spec = model.spec
     num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
     methods = applicable_methods(spec.layers)
@@ -101,7 +101,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
 
 
 def warm_prefill(model: LanguageModel, progress: Progress) -> None:
-    """All that prefill warms up: prompts, and the kernels that other options and lengths than theirs need."""
+    """Do all of prefill's warm-up: prompts, and kernels for other options and lengths than theirs."""
     begin_s = time.monotonic()
     for num_tokens in PROMPT_TOKENS:
         for _ in warm_prompts(model, num_tokens, progress):
@@ -112,7 +112,7 @@ def warm_prefill(model: LanguageModel, progress: Progress) -> None:
 
 
 def _warm_tiles(shape: BatchShape, ops: Sequence[str]) -> None:
-    """Kernels that score tokens have smaller tiles for fewer queries and shorter chunks: run each."""
+    """Run each tile size: scoring kernels have smaller tiles for fewer queries and shorter chunks."""
 
     def rows_of(*size: int) -> Tensor:
         return torch.ones(shape.num_kv_heads, *size, shape.head_dim, dtype=shape.dtype, device=shape.device)
@@ -132,7 +132,7 @@ def _warm_tiles(shape: BatchShape, ops: Sequence[str]) -> None:
 
 
 def _budget(method: str, num_tokens: int) -> Budget | None:
-    """A quarter of the prompt: with the preset's, all of it would be retained as it is."""
+    """Return a budget of a quarter of the prompt: with the preset's, all of it would be retained as it is."""
     return Budget(tokens=max(num_tokens // 4, 1)) if preset(method).takes_budget else None
 
 
@@ -155,4 +155,4 @@ class CollectingPass:
         return None
 
     def store(self, layer: int, state: Tensors) -> None:
-        self.states[layer] = {name: its[0].contiguous() for name, its in state.items()}
+        self.states[layer] = {name: tensor[0].contiguous() for name, tensor in state.items()}

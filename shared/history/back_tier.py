@@ -95,15 +95,15 @@ class BackTier:
         self._failed: OrderedDict[SessionKey, Commit] = OrderedDict()
         """The last commit of sessions whose write failed, without its rows."""
         self._deletions: OrderedDict[SessionKey, object] = OrderedDict()
-        """Those that are pending, each with an object of its own: a later one of a session is another."""
+        """The pending ones, each with an object of its own that tells it from a later one of the session."""
         self._writer = ThreadPoolExecutor(1, f"kvferry-history-{self.name}-writer")
         self.fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
 
     # ---- reading -----------------------------------------------------------------------------------------
 
     def look_up(self, session: SessionKey) -> tuple[TierRecord | None, str]:
-        """The session's record, and why there is none although there may be one: "", `unavailable` (the tier
-        did not answer) or "corrupt"."""
+        """Return the session's record, and why there is none although there may be one: "", `unavailable`
+        (the tier did not answer), "key" or "corrupt"."""
         with self._records.lock:
             if session in self._deletions:  # it may not be deleted yet
                 return None, ""
@@ -117,27 +117,27 @@ class BackTier:
             return None, miss.reason
 
     def info(self, session: SessionKey) -> HistoryInfo:
-        """What the tier has of a session; tier "none" if nothing."""
+        """Return what the tier has of a session; tier "none" if nothing."""
         record, _ = self.look_up(session)
         if record is None:
             return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
         return HistoryInfo(num_tokens=len(record.token_ids), size_bytes=record.size_bytes, tier=self.name)
 
     def reusable(self, record: TierRecord, prompt: tuple[int, ...], limit: int) -> int:
-        """How many of the prompt's first `limit` tokens can be continued from."""
+        """Return how many of the prompt's first `limit` tokens can be continued from."""
         if not self.storage.shape.serves(record):
             return 0
         num_shared = min(common_prefix(record.token_ids, prompt), limit)
         return longest(record.body.checkpoints, num_shared) if self.storage.shape.states else num_shared
 
     def wrote(self, session: SessionKey) -> bool:
-        """Whether this worker has written the session, which was not deleted since."""
+        """Say whether this worker has written the session, and it was not deleted since."""
         with self._records.lock:
             return session in self._fences
 
     @property
     def num_waiting(self) -> int:
-        """Committed turns that are not written yet."""
+        """The number of committed turns that are not written yet."""
         return len(self._waiting) + self._num_writing
 
     # ---- writing -----------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class BackTier:
         return partial(self._wait, written, self._commit_timeout_s, message)
 
     def delete(self, session: SessionKey) -> Callable[[], None]:
-        """Queue a deletion, which is remembered until it is done. Returns a function that waits for it."""
+        """Queue a deletion, which is remembered until it is done. Return a function that waits for it."""
         with self._records.lock:
             self._unqueue(session)
             self._fences.pop(session, None)
@@ -177,7 +177,7 @@ class BackTier:
             self._writer.submit(self._delete_all)
 
     def flush(self, deadline_s: float) -> None:
-        """Write what waits, and once more what failed, if memory still has it; on `clock`, until then."""
+        """Write what waits, and retry what failed if memory still has it, until `deadline_s` on `clock`."""
         with self._records.lock:
             for session, commit in tuple(self._failed.items()):
                 if (record := self._records.get(session)) is None or session in self._waiting:
@@ -261,7 +261,7 @@ class BackTier:
             self._bring_onto(session, commit, None)
 
     def _base(self, session: SessionKey, commit: Commit) -> TierRecord | None:
-        """The record in the storage, if the turn may replace it."""
+        """Return the record in the storage, if the turn may replace it."""
         base = self.storage.record(session)
         with self._records.lock:
             known = {fence for fence in (commit.fence, self._fences.get(session)) if fence is not None}
@@ -295,7 +295,7 @@ class BackTier:
             _remember(self._fences, session, written.fence)
 
     def _delete(self, session: SessionKey, deletion: object | None) -> bool:
-        """Delete the session if this deletion is pending; returns whether it no longer is."""
+        """Delete the session if this deletion is pending; return whether it no longer is."""
         with self._records.lock:
             if deletion is None or self._deletions.get(session) is not deletion:
                 return True
@@ -350,13 +350,13 @@ class BackRows:
         self.tier = tier.name
         self._back_tier = tier
         self._session, self._record, self._start, self._stop = session, record, start, stop
-        self._entry = next((its for its in record.body.checkpoints if its.num_tokens == stop), None)
+        self._entry = next((entry for entry in record.body.checkpoints if entry.num_tokens == stop), None)
         self.ends_turn = self._entry is not None and self._entry.ends_turn
         self._states: Future[dict[int, LayerState]] | None = None
         self._remaining_s = tier.turn_timeout_s
 
     def fetch(self, layer: int, then: Callable[[list[RowChunk]], T]) -> Future[tuple[list[RowChunk], T]]:
-        """Begin to read a layer's rows, and to do something with them on the thread that has read them."""
+        """Begin to read a layer's rows, and call `then` with them on the thread that has read them."""
 
         def read() -> tuple[list[RowChunk], T]:
             storage = self._back_tier.storage
@@ -376,7 +376,7 @@ class BackRows:
     def wait(self, fetch: Future[T], what: str) -> T:
         """Wait for what `fetch` began, for as long as the turn may in all.
 
-        Args: what: was not read, for the error.
+        Args: what: subject and verb of the error, such as "layer 3 was".
         Raises: HistoryMiss, reason "TIER_slow", "TIER_unavailable", "evicted" or "corrupt".
         """
         clock = self._back_tier.clock

@@ -29,9 +29,9 @@ class States:
     """
 
     def __init__(self, layers: Mapping[int, LayerState]) -> None:
-        """Args: layers: by layer of the model; tensors on the host that nobody changes."""
+        """Hold these states. Args: layers: by layer of the model; tensors on the host that nobody changes."""
         self.layers = layers
-        self.size_bytes = sum(its.nbytes for layer in layers.values() for its in layer.values())
+        self.size_bytes = sum(tensor.nbytes for layer in layers.values() for tensor in layer.values())
         self.references = 0
 
 
@@ -56,21 +56,25 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=_Placed)
 
 
 def longest(checkpoints: Iterable[_Placed], limit: int) -> int:
-    """The most tokens, at most `limit`, after which there is a checkpoint; 0 if there is none."""
-    return max((its.num_tokens for its in checkpoints if its.num_tokens <= limit), default=0)
+    """Return the most tokens, at most `limit`, after which there is a checkpoint; 0 if there is none."""
+    return max(
+        (checkpoint.num_tokens for checkpoint in checkpoints if checkpoint.num_tokens <= limit), default=0
+    )
 
 
 def thinned(checkpoints: Iterable[AnyCheckpoint], *, num_exact: int = 0) -> tuple[AnyCheckpoint, ...]:
-    """Those that a record keeps: the ends of the last turns, of the last prompt, and the last one among the
-    first `num_exact` tokens, from which other sessions may continue."""
-    ordered = sorted(checkpoints, key=lambda its: its.num_tokens)
-    turns = [its for its in ordered if its.ends_turn][-MAX_TURN_ENDS:]
-    prompts = [its for its in ordered if not its.ends_turn][-1:]
+    """Return those that a record keeps: the ends of the last turns, of the last prompt, and the last one
+    among the first `num_exact` tokens, from which other sessions may continue."""
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.num_tokens)
+    turns = [checkpoint for checkpoint in ordered if checkpoint.ends_turn][-MAX_TURN_ENDS:]
+    prompts = [checkpoint for checkpoint in ordered if not checkpoint.ends_turn][-1:]
     exact = longest(ordered, num_exact)
-    chosen = {its.num_tokens for its in (*turns, *prompts)} | {exact}
-    return tuple(its for its in ordered if its.num_tokens in chosen)
+    chosen = {checkpoint.num_tokens for checkpoint in (*turns, *prompts)} | {exact}
+    return tuple(checkpoint for checkpoint in ordered if checkpoint.num_tokens in chosen)
 
 
 def host_copy(state: LayerState) -> dict[str, Tensor]:
-    """The same tensors in host memory of their own."""
-    return {name: torch.empty(its.shape, dtype=its.dtype).copy_(its) for name, its in state.items()}
+    """Copy the tensors to host memory of their own."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in state.items()
+    }

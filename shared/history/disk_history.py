@@ -4,7 +4,7 @@ flushed to the disk and renamed.
     write: lock ──► is the fence the base's? ──► room ──► segment ──► record ──► files that it does not name
     read:  record ──► a layer's values; a file that is missing, cut or damaged is a HistoryMiss
 
-    PATH/lock                                   whoever writes or deletes has it, in any process
+    PATH/lock                                   held by whoever writes or deletes, in any process
     PATH/<hash of the session>/record           record (stored_format.py)
     PATH/<hash of the session>/<segment>.safetensors    tensor "<layer>.<i>": a value, uint8
     PATH/<hash of the session>/<checkpoint>.safetensors    tensor "<layer>": a value, uint8
@@ -99,7 +99,7 @@ class DiskHistory:
             ) from None
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Do nothing: no file is open between calls."""
 
     # ---- reading -----------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class DiskHistory:
 
     @staticmethod
     def _read(path: Path, names: Sequence[str]) -> Sequence[bytes | None]:
-        """Bytes of some tensors of a file; None for each where there is no file."""
+        """Read some tensors of a file as bytes; None for each if there is no file."""
         try:
             with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
                 return _read_tensors(file, names)
@@ -202,7 +202,7 @@ class DiskHistory:
             self.size_bytes = sum(size for _, size, _ in self._sessions())
 
     def _check_base(self, session: SessionKey, base: TierRecord | None) -> None:
-        """Raises: SessionBusy, HistoryMiss as `Storage.write`."""
+        """Check that the record is still the base. Raises: SessionBusy, HistoryMiss as `Storage.write`."""
         current = self.record(session)
         if current is None and base is not None:
             raise HistoryMiss(f"the record of session {session.session_id!r} is gone", reason="evicted")
@@ -211,7 +211,7 @@ class DiskHistory:
 
     def _evict(self, num_bytes: int, *, spared: Path | None = None) -> bool:
         """Remove expired sessions, then the least recently used, until `num_bytes` fit beside the others.
-        Returns whether they do."""
+        Return whether they do."""
         sessions = sorted(self._sessions())
         self.size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
         oldest_s = self._wall_clock() - self._ttl_s
@@ -223,7 +223,7 @@ class DiskHistory:
         return self.size_bytes + num_bytes <= self._max_bytes
 
     def _sessions(self) -> Iterator[tuple[float, int, Path]]:
-        """When each session was last used (0 if it has no record), its bytes and its folder."""
+        """Yield when each session was last used (0 if it has no record), its bytes and its folder."""
         with os.scandir(self._folder) as entries:
             folders = [Path(entry.path) for entry in entries if entry.is_dir()]
         for folder in folders:
@@ -238,7 +238,7 @@ class DiskHistory:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other writers out, for which it waits a bounded time."""
+        """Hold the lock that keeps other writers out; wait for it a bounded time."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self._folder / "lock", "ab", opener=partial(os.open, mode=0o600)) as file:
             deadline_s = time.monotonic() + _LOCK_WAIT_S
@@ -259,7 +259,7 @@ class DiskHistory:
         return self._folder / name[:32]
 
     def _path(self, session: SessionKey, its_id: bytes) -> Path:
-        """The file of a segment or a checkpoint."""
+        """Return the file of a segment or a checkpoint."""
         return self._session_folder(session) / f"{its_id.hex()}.safetensors"
 
     def _paths(self, session: SessionKey, record: TierRecord) -> set[Path]:
@@ -270,7 +270,7 @@ class DiskHistory:
 
 @contextlib.contextmanager
 def _named_errors(passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
-    """Raise what the file system refuses as StoreUnavailable, reason "full" or "io", but for one error."""
+    """Raise errors of the file system as StoreUnavailable, reason "full" or "io", all but one type."""
     try:
         yield
     except passing:
@@ -282,7 +282,7 @@ def _named_errors(passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _published(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is complete and on the disk."""
+    """Open a file that appears under its name when it is complete and on the disk."""
     aside = path.with_suffix(".tmp")
     try:
         with open(aside, "wb", opener=partial(os.open, mode=0o600)) as file:
@@ -301,7 +301,7 @@ def _published(path: Path) -> Iterator[BinaryIO]:
 
 
 def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
-    """Remove a session's files but the spared ones: the record first, which must not name files that are
+    """Remove a session's files but the spared ones: the record first, because it must not name files that are
     gone."""
     paths = set(folder.iterdir()) - spared if folder.is_dir() else set()
     for path in sorted(paths, key=lambda path: path.name != "record"):
@@ -311,12 +311,12 @@ def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
 
 
 def _tensor(begin: int, end: int) -> _Tensor:
-    """The entry of the bytes [begin, end)."""
+    """Return the entry of the bytes [begin, end)."""
     return _Tensor("U8", (end - begin,), (begin, end))
 
 
 def _header(sizes_bytes: Mapping[str, int]) -> bytes:
-    """The beginning of a file with values of these sizes, up to the first."""
+    """Make the beginning of a file with values of these sizes, up to the first value."""
     tensors: dict[str, _Tensor] = {}
     begin = 0
     for name, size_bytes in sizes_bytes.items():
@@ -328,7 +328,7 @@ def _header(sizes_bytes: Mapping[str, int]) -> bytes:
 
 
 def _read_tensors(file: BinaryIO, names: Sequence[str]) -> list[bytes]:
-    """Bytes of some tensors of a safetensors file, perhaps too few if it was cut. Raises: HistoryMiss."""
+    """Read some tensors of a safetensors file as bytes, too few if it was cut. Raises: HistoryMiss."""
     size_bytes = os.fstat(file.fileno()).st_size
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if header_bytes > min(size_bytes, _MAX_HEADER_BYTES):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """What the system has available, or what is left of the limit of a control group (a container's), if that
-    is less. Without /proc, half of the physical memory.
+    """Return what the system has available, or what is left of the limit of a control group (a container's),
+    if that is less. Without /proc, half of the physical memory.
 
     Args: root: of the file system; for tests.
     """
@@ -22,7 +22,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """What is left of each limit that applies, with the page cache that can be reclaimed."""
+    """Yield what is left of each limit that applies, with the page cache that can be reclaimed."""
     mounted = root / "sys/fs/cgroup"
     v1 = mounted / "memory"
     folders = [(v1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]

@@ -53,7 +53,7 @@ class StoredRecord:
 
 
 def parts_of(pieces: Iterable[Piece], checkpoints: Iterable[Checkpoint]) -> tuple[Part, ...]:
-    return (*[piece.segment for piece in pieces], *[its.states for its in checkpoints])
+    return (*[piece.segment for piece in pieces], *[checkpoint.states for checkpoint in checkpoints])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class RecordTable:
         self._prefixes.add(session, record)
 
     def num_reusable(self, session: SessionKey, prompt: tuple[int, ...]) -> int:
-        """How many of the prompt's first tokens can be continued from, in the session's own record."""
+        """Return how many of the prompt's first tokens can be continued from, in the session's own record."""
         return self._num_reusable(self._sessions.get(session), prompt, len(prompt) - 1)
 
     def find(
@@ -119,9 +119,10 @@ class RecordTable:
         num_observed: int | None,
         limit: int,
     ) -> Found:
-        """The record that saves the prompt the most tokens, and how many. The session's own, unless the
-        document saves more, or another session of the owner a block more. KV of the session's generated
-        tokens is always its own. Arguments as in `HistoryStore.begin`, and the most tokens to use."""
+        """Find the record that saves the prompt the most tokens, and how many. It is the session's own,
+        unless the document saves more, or another session of the owner at least a block more. KV of the
+        session's generated tokens is always its own. Arguments as in `HistoryStore.begin`; `limit` is the
+        most tokens to use."""
         source: ReuseSource = "session"
         found = session
         own = self._sessions.get(session)
@@ -144,7 +145,7 @@ class RecordTable:
         return Found(source=source, session=found, record=self._sessions.get(found), num_tokens=reused)
 
     def num_shared(self, owner: str, blocks: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are in some record of the owner, in whole blocks.
+        """Return how many of a prompt's first tokens are in some record of the owner, in whole blocks.
 
         Args: blocks: the prompt's `block_hashes`.
         """
@@ -156,7 +157,7 @@ class RecordTable:
         return self._reusable(record, min(common_prefix(record.token_ids, prompt), limit))
 
     def _reusable(self, record: StoredRecord, limit: int) -> int:
-        """How many of the record's first tokens, at most `limit`, can be continued from."""
+        """Return how many of the record's first tokens, at most `limit`, can be continued from."""
         return longest(record.checkpoints, limit) if self._has_states else limit
 
     def forget(self, session: SessionKey) -> None:
@@ -167,8 +168,8 @@ class RecordTable:
             self.release(record.parts)
 
     def add_copies(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """Count the pieces whose segments are new. The first that does not fit and all after it are left
-        out."""
+        """Count the bytes of pieces whose segments are new. Return the pieces before the first that
+        does not fit."""
         for index, piece in enumerate(pieces):
             if piece.segment.references == 0:
                 if not self.make_room(piece.segment.size_bytes):
@@ -190,15 +191,15 @@ class RecordTable:
                 self.size_bytes -= part.size_bytes
 
     def no_longer_busy(self, session: SessionKey) -> None:
-        """Count one open turn of a session less."""
+        """Count one open turn fewer of a session."""
         self.busy[session] -= 1
         if not self.busy[session]:
             del self.busy[session]
 
     def make_room(self, num_bytes: int) -> bool:
         """Evict idle sessions until `num_bytes` fit: implicit ones first, pinned ones last. Of an owner's
-        pinned records those count that were used last and fit into PINNED_SHARE of the limit. Evicts none if
-        that would not be enough."""
+        pinned records, only those used last that fit into PINNED_SHARE of the limit count as pinned. Evict
+        none if that would not be enough; return whether there is room."""
         if self.size_bytes + num_bytes <= self.max_bytes:
             return True
         idle = [session for session in self._sessions if session not in self.busy]
@@ -229,7 +230,7 @@ _Prefixed = TypeVar("_Prefixed", str, tuple[Any, ...])
 
 
 def common_prefix(a: _Prefixed, b: _Prefixed) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -273,8 +274,8 @@ class PrefixIndex:
         limit: int,
         reusable: Callable[[StoredRecord, int], int],
     ) -> tuple[SessionKey | None, int]:
-        """The owner's session from whose record most of the first `limit` tokens can be reused, and how many;
-        None if that is less than a block.
+        """Return the owner's session from whose record most of the first `limit` tokens can be reused, and
+        how many; None if that is less than a block.
 
         Args: reusable: how many of a record's first tokens can be continued from, at most the given number.
         """
@@ -297,13 +298,13 @@ class PrefixIndex:
         return found, longest
 
     def num_blocks(self, owner: str, blocks: Sequence[int]) -> int:
-        """How many of the first blocks some record of the owner has."""
+        """Return how many of the first blocks some record of the owner has."""
         return sum(1 for _ in takewhile(lambda block: (owner, block) in self._records, blocks))
 
 
 def block_hashes(token_ids: tuple[int, ...], num_tokens: int) -> Iterator[int]:
-    """A 64-bit number for each whole block of the first `num_tokens` tokens, of this block and all before. It
-    is the same in every process."""
+    """Yield a 64-bit hash for each whole block of the first `num_tokens` tokens, of this block and all before
+    it. It is the same in every process."""
     block = 0
     for end in range(BLOCK_TOKENS, num_tokens + 1, BLOCK_TOKENS):
         block = hash((block, token_ids[end - BLOCK_TOKENS : end]))

@@ -96,7 +96,7 @@ class RedisOptions:
 
     @property
     def num_retries(self) -> int:
-        """Of one call; -1, as redis-py has it, where only time limits them."""
+        """The retries of one call; -1, as in redis-py, if only time limits them."""
         return -1 if self.waits_for_failover else self.max_attempts - 1
 
     @cached_property
@@ -123,8 +123,13 @@ class CircuitBreaker:
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """Args: open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return
-        together; clock: monotonic seconds."""
+        """Begin closed.
+
+        Args:
+            open_s: how long it stays open, times 0.75 to 1.25 at random, so that workers do not return
+                together.
+            clock: monotonic seconds.
+        """
         self._max_failures = max_failures
         self._open_s = open_s
         self._clock = clock
@@ -135,12 +140,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last calls failed. A call may still be allowed, as a trial."""
+        """Say whether the last calls failed. A call may still be allowed, as a trial."""
         with self._lock:
             return self._num_failures >= self._max_failures
 
     def enter(self) -> None:
-        """Call this before a call. Raises StoreUnavailable, reason "breaker_open", if the call should not be
+        """Allow a call, before it is made. Raise StoreUnavailable, reason "breaker_open", if it should not be
         made."""
         with self._lock:
             if self._num_failures < self._max_failures:
@@ -179,7 +184,7 @@ class _Link:
         """The client, then those of its sentinels."""
 
     def _failure(self, error: Exception, begin_s: float) -> StoreUnavailable:
-        """What an exception of redis-py means."""
+        """Return the error that an exception of redis-py means."""
         reason = _reason(error)
         message = f"Redis: {type(error).__name__}: {str(error)[:200]}"
         options, took_s = self._options, time.monotonic() - begin_s
@@ -228,7 +233,7 @@ class RedisLink(_Link):
         return result
 
     def pipeline(self, fill: Callable[[Client], object]) -> list[Any]:
-        """Send the commands that `fill` adds to a pipeline; returns their answers. Raises: as `call`."""
+        """Send the commands that `fill` adds to a pipeline; return their answers. Raises: as `call`."""
 
         def run(client: Client) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
@@ -286,7 +291,7 @@ class AsyncRedisLink(_Link):
         return result
 
     async def eval_replicated(self, script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, bool]:
-        """Run a script that may be run again; returns its answer, and whether a replica has what it wrote.
+        """Run a script that may be run again; return its answer, and whether a replica has what it wrote.
 
         A single server has no replicas to wait for. Where Sentinel or Cluster stand by to replace a master, a
         short wait for one replica makes what has been answered survive that.
@@ -335,7 +340,7 @@ class _Cancellation:
 
 
 async def _ignore(error: Exception) -> None:
-    """Nothing to do between attempts."""
+    """Do nothing between attempts."""
 
 
 def _reason(error: Exception) -> str:
@@ -351,7 +356,7 @@ def _reason(error: Exception) -> str:
 
 
 def _connect(library: Any, no_retry: Any, options: RedisOptions) -> list[Client]:
-    """A client, then those of the sentinels behind it. Only a cluster's connects here.
+    """Make a client, then those of the sentinels behind it. Only a cluster's connects here.
 
     Args: library: `redis` or `redis.asyncio`.
     """

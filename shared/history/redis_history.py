@@ -1,14 +1,12 @@
 """Sessions' history in Redis: values first, the record last, in one atomic commit that the turn's base
 permits.
 
-    write: reserve quota ──► values of a new segment ──► commit script (is the fence the base's?) ──► remove
-        old values
-                                  │ any failure                       │ no: SessionBusy
-                                  └──────── new values removed ◄──────┘
+    write: reserve quota ──► new values ──► commit script (is the fence the base's?) ──► old values removed
+                                 │ any failure                       │ no: SessionBusy
+                                 └──────── new values removed ◄──────┘
     read:  record ──► a layer's values in one call; one that is missing or damaged is a HistoryMiss
 
-All keys of a session share a hash tag, so that a cluster stores them on one
-node:
+All keys of a session share a hash tag, so that a cluster stores them on one node:
 
     kvferry:history:1:{<owner>/<session id>}:record              record
     kvferry:history:1:{<owner>/<session id>}:segments            hash: segment id -> values per layer,
@@ -70,7 +68,7 @@ class RedisHistory:
         ttl_s: float,
         value_bytes: int = VALUE_BYTES,
     ) -> None:
-        """Args: ttl_s: a session is deleted after this long without a turn."""
+        """Use a link's Redis. Args: ttl_s: a session is deleted after this long without a turn."""
         self.shape = shape
         self._link = link
         self._quota = quota
@@ -164,9 +162,9 @@ class RedisHistory:
             for layer, number, value in new.values()
         )
         states = (
-            (_state_key(session, its.checkpoint_id, layer), value)
-            for its, states in new.states
-            for layer, value in new.state_values(its, states)
+            (_state_key(session, checkpoint.checkpoint_id, layer), value)
+            for checkpoint, states in new.states
+            for layer, value in new.state_values(checkpoint, states)
         )
         for key, value in chain(rows, states):
             batch[key] = value
@@ -211,7 +209,7 @@ class RedisHistory:
             self._remove(session, {key: count for key, count in stored.items() if key not in named})
 
     def _indexed(self, session: SessionKey) -> dict[bytes, int]:
-        """As `_num_values`, including unfinished writes."""
+        """Return what `_num_values` does, from the index, including unfinished writes."""
         index = self._link.call(lambda client: client.hgetall(_segments_key(session)))
         return {bytes.fromhex(name.decode()): int(count) for name, count in index.items()}
 
@@ -226,7 +224,7 @@ class RedisHistory:
             self._link.pipeline(remove)
 
     def _keys(self, session: SessionKey, segment_id: bytes, num_values: int) -> list[str]:
-        """Keys of a segment's values in all layers; of a checkpoint's if there are 0 for each."""
+        """Return the keys of a segment's values in all layers; of a checkpoint's if there are 0 for each."""
         if num_values == 0:
             return [_state_key(session, segment_id, layer) for layer in self.shape.states]
         return [
@@ -257,7 +255,7 @@ def _state_key(session: SessionKey, checkpoint_id: bytes, layer: int) -> str:
 
 
 def _num_values(record: TierRecord | None, *, without: NewRecord | None = None) -> dict[bytes, int]:
-    """Values per layer of each of a record's segments, and 0 for each of its checkpoints."""
+    """Count the values per layer of each of a record's segments, with 0 for each of its checkpoints."""
     if record is None:
         return {}
     new = _added(without) if without is not None else {}
@@ -267,6 +265,6 @@ def _num_values(record: TierRecord | None, *, without: NewRecord | None = None) 
 
 
 def _added(new: NewRecord) -> dict[bytes, int]:
-    """As `_num_values`, of what a write adds."""
+    """Count what a write adds, as `_num_values` does."""
     states = {entry.checkpoint_id: 0 for entry, _ in new.states}
     return {new.entry.segment_id: len(new.entry.value_tokens), **states}

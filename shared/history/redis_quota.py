@@ -82,7 +82,7 @@ class RedisQuota:
         ttl_s: float,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Args: max_bytes: limit over all owners; 0: no limit."""
+        """Use a link's Redis. Args: max_bytes: limit over all owners; 0: no limit."""
         self._link = link
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -91,7 +91,7 @@ class RedisQuota:
         """What all owners took when this worker last wrote or deleted."""
 
     def reserve(self, session: SessionKey, size_bytes: int) -> list[SessionKey]:
-        """Count a session as so many bytes; returns the sessions that must be deleted for it.
+        """Count a session as so many bytes; return the sessions that must be deleted for it.
 
         Raises: StoreUnavailable, reason "quota" if it cannot fit, otherwise as `RedisLink.call`.
         """
@@ -118,7 +118,7 @@ class RedisQuota:
         self._set_owner(session.owner, int(left))
 
     def _limit(self, owner: str) -> int | None:
-        """What the other owners leave of `max_bytes`; None: no limit."""
+        """Return what the other owners leave of `max_bytes`; None: no limit."""
         if not self._max_bytes:
             return None
         now_ms = self._wall_clock() * 1000
@@ -155,5 +155,5 @@ def _member(owner: str) -> str:
 
 
 def _keys(what: str) -> tuple[str, str]:
-    """Keys of the sizes and expiries of an owner's sessions, or of all owners ("total")."""
+    """Return the keys of the sizes and expiries of an owner's sessions, or of all owners ("total")."""
     return f"{KEY_PREFIX}{{{what}}}:sizes", f"{KEY_PREFIX}{{{what}}}:expiry"

@@ -41,7 +41,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises: ConfigurationError: what is wrong, without the URL's credentials."""
+    """Parse a URL. Raises: ConfigurationError: it is wrong; the message does not show its credentials."""
     try:
         return _address(url)
     except ValueError as error:

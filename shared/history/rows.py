@@ -68,7 +68,7 @@ class RowChunk:
         return sum(map(attrgetter("nbytes"), self.tensors))
 
     def rows(self) -> LayerKV:
-        """K and V in the model's dtype."""
+        """Return K and V in the model's dtype."""
         if self.latent_dim:
             keys = (self._keys(*self.tensors) if self.bits else self.tensors[0]).to(self.dtype)
             return keys, keys[..., : self.latent_dim]
@@ -85,7 +85,7 @@ class RowChunk:
         return self._unpack(codes) * scales[:, groups] + minima[:, groups]
 
     def part(self, start: int, stop: int) -> RowChunk:
-        """Views of tokens [start, stop)."""
+        """Return views of tokens [start, stop)."""
         first, offset = divmod(self.group_offset + start, GROUP_TOKENS) if self.bits else (0, 0)
         groups = slice(first, num_groups(self.group_offset, stop))
         # K's scales and minima are by group, all others by token.
@@ -97,7 +97,7 @@ class RowChunk:
         return replace(self, tensors=tensors, group_offset=offset)
 
     def copy(self) -> RowChunk:
-        """The same rows in memory of their own."""
+        """Copy the rows to memory of their own."""
         return replace(self, tensors=tuple(map(_host_copy, self.tensors)))
 
     def _unpack(self, codes: Tensor) -> Tensor:
@@ -108,13 +108,13 @@ class RowChunk:
 
 
 def num_groups(group_offset: int, num_tokens: int) -> int:
-    """Groups that tokens [0, num_tokens) touch, the first of them `group_offset` tokens into its group."""
+    """Count the groups that tokens [0, num_tokens) touch; token 0 is `group_offset` tokens into its group."""
     return -(-(group_offset + num_tokens) // GROUP_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrecision:
-    """One format of stored rows, for a model whose K and V are of `dtype`. `latent_dim`: as of `RowChunk`.
+    """One format of stored rows, for a model whose K and V are of `dtype`. `latent_dim`: as in `RowChunk`.
 
     Deviation: "16" stores float32 rows as float16; a model of a 16-bit dtype keeps its own, so that 16 and
     "model" are the same there. Rows are clamped to float16's range where float16 is stored: as rows, or as
@@ -146,7 +146,10 @@ class RowPrecision:
         return torch.float16 if self.bits == "16" and dtype == torch.float32 else dtype
 
     def encode(self, keys: Tensor, values: Tensor) -> RowChunk:
-        """Args: `[H_kv, n, D]`, n >= 1, on any device. Returns: a chunk on the host that shares no memory."""
+        """Encode rows.
+
+        Args: `[H_kv, n, D]`, n >= 1, on any device. Returns: a chunk on the host that shares no memory.
+        """
         dtype, head_dim, bits = keys.dtype, keys.shape[2], self._code_bits
         stored, limit = [keys] if self.latent_dim else [keys, values], torch.finfo(torch.float16).max
         if bits or self._stored(dtype) != dtype:
@@ -162,7 +165,7 @@ class RowPrecision:
     def shapes(
         self, *, num_tokens: int, group_offset: int, num_kv_heads: int, head_dim: int
     ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Shape and dtype of a chunk's tensors, in order."""
+        """Return shape and dtype of a chunk's tensors, in order."""
         heads = num_kv_heads
         if not self._code_bits:
             rows = (heads, num_tokens, head_dim), self._stored(self._model_dtype)
@@ -175,7 +178,7 @@ class RowPrecision:
         return codes, codes, channels, channels, tokens, tokens
 
     def chunk(self, tensors: Sequence[Tensor], *, group_offset: int, head_dim: int) -> RowChunk:
-        """A chunk of tensors that have the shapes of `shapes`."""
+        """Make a chunk of tensors that have the shapes of `shapes`."""
         return RowChunk(
             tensors=tuple(tensors),
             bits=self._code_bits,
@@ -191,7 +194,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _quantise(keys: Tensor, values: Tensor | None = None, *, bits: int) -> tuple[Tensor, ...]:
-    """Args: values: None for latent rows."""
+    """Quantise K and V. Args: values: None for latent rows."""
     num_heads, num_tokens, head_dim = keys.shape
     # Each group's K channels are rows of their own to the quantiser.
     groups = [
@@ -212,8 +215,8 @@ def _quantise(keys: Tensor, values: Tensor | None = None, *, bits: int) -> tuple
 
 
 def part_of(chunks: Iterable[RowChunk], start: int, stop: int) -> list[RowChunk]:
-    """Rows [start, stop) of consecutive chunks: the chunks that lie inside, and views of those that are
-    cut."""
+    """Return rows [start, stop) of consecutive chunks: the chunks that lie inside, and views of those that
+    are cut."""
     parts: list[RowChunk] = []
     position = 0
     for chunk in chunks:
@@ -236,8 +239,11 @@ class Segment:
     """
 
     def __init__(self, layers: Sequence[Sequence[RowChunk]], num_tokens: int) -> None:
-        """Args: layers: consecutive chunks of each layer. A chunk with rows beyond `num_tokens` is copied
-        without them, so that their memory is freed."""
+        """Hold these rows.
+
+        Args: layers: consecutive chunks of each layer. A chunk with rows beyond `num_tokens` is copied
+            without them, so that their memory is freed.
+        """
         self.num_tokens = num_tokens
         self.size_bytes = 0
         self.references = 0
@@ -251,11 +257,11 @@ class Segment:
                 self.size_bytes += chunk.size_bytes
 
     def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:
-        """The first `num_tokens` tokens' rows of a layer."""
+        """Return the first `num_tokens` tokens' rows of a layer."""
         return part_of(self._layers[layer], 0, num_tokens)
 
     def first(self, num_tokens: int) -> Segment:
-        """A segment with copies of the first `num_tokens` tokens' rows."""
+        """Make a segment with copies of the first `num_tokens` tokens' rows."""
         layers = [[chunk.copy() for chunk in part_of(chunks, 0, num_tokens)] for chunks in self._layers]
         return Segment(layers, num_tokens)
 
@@ -269,7 +275,7 @@ class Piece:
 
 
 def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
-    """The pieces that make up the first `num_tokens` tokens."""
+    """Return the pieces that make up the first `num_tokens` tokens."""
     taken: list[Piece] = []
     for piece in pieces:
         if num_tokens <= 0:
@@ -280,12 +286,12 @@ def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
 
 
 def piece_chunks(pieces: Iterable[Piece], layer: int) -> list[RowChunk]:
-    """The chunks of consecutive pieces."""
+    """Return the chunks of consecutive pieces."""
     return [chunk for piece in pieces for chunk in piece.segment.rows(layer, piece.length)]
 
 
 def chunk_rows(chunks: Sequence[RowChunk]) -> LayerKV:
-    """K and V `[H_kv, n, D]` of consecutive chunks; not copied if there is only one."""
+    """Return K and V `[H_kv, n, D]` of consecutive chunks; not copied if there is only one."""
     if len(chunks) == 1:
         return chunks[0].rows()
     rows = [chunk.rows() for chunk in chunks]

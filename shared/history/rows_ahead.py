@@ -30,7 +30,7 @@ class RowsAhead:
         take(layer) ──► begin(layer) unless it is begun, begin(layer + 1) ──► wait for layer
 
     Args:
-        pool: where rows that are all in memory are made ready; others are where they were read.
+        pool: threads that prepare rows if all are in memory; others are prepared where they were read.
         pieces: the rows in memory.
         back_rows: those of the tokens that follow, in a tier behind it; None if there are none.
     """
@@ -47,8 +47,8 @@ class RowsAhead:
     def take(self, layer: int, prepare: Callable[[LayerKV], T]) -> tuple[list[RowChunk], T]:
         """Wait for a layer's rows, and begin the next layer's.
 
-        Args: prepare: called with K and V on another thread, and, for the next layer, before this returns
-            or later.
+        Args: prepare: called with K and V on another thread; for the next layer, before or after this
+            returns.
         Returns: the chunks that came from a tier behind memory, and what `prepare` returned.
         Raises: HistoryMiss: as `BackRows.wait`.
         """

@@ -50,21 +50,21 @@ class Storage(Protocol):
     def size_bytes(self) -> int: ...
 
     def record(self, session: SessionKey) -> TierRecord | None:
-        """The session's committed record. Raises: HistoryMiss, reason "key" or "corrupt"."""
+        """Return the session's committed record. Raises: HistoryMiss, reason "key" or "corrupt"."""
         ...
 
     def load(
         self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
     ) -> list[RowChunk]:
-        """A layer's rows of tokens [start, stop). Raises: HistoryMiss, as `record`, or reason "evicted"."""
+        """Load a layer's rows of tokens [start, stop). Raises: HistoryMiss, as `record`, or "evicted"."""
         ...
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
-        """The states of a checkpoint by layer. Raises: HistoryMiss, as `record`, or reason "evicted"."""
+        """Load the states of a checkpoint by layer. Raises: HistoryMiss, as `record`, or reason "evicted"."""
         ...
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
-        """Publish a new record in the place of the base.
+        """Publish a new record in place of the base.
 
         Raises:
             SessionBusy: the session's record is no longer the base.
@@ -82,7 +82,7 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the storage. Idempotent."""
         ...
 
 
@@ -110,7 +110,7 @@ class NewRecord:
         return self.record.segments[-1]
 
     def values(self) -> Iterator[tuple[int, int, bytes]]:
-        """Layer, index and stored bytes of each value of the new segment."""
+        """Yield layer, index and stored bytes of each value of the new segment."""
         segment_id = self.entry.segment_id
         for layer, chunks in enumerate(self.layers):
             first_token = 0
@@ -122,7 +122,7 @@ class NewRecord:
                 first_token += chunk.num_tokens
 
     def state_values(self, entry: CheckpointEntry, states: States) -> Iterator[tuple[int, bytes]]:
-        """Layer and stored bytes of each value of a checkpoint."""
+        """Yield layer and stored bytes of each value of a checkpoint."""
         for layer, state in states.layers.items():
             value = write_state(state, checkpoint_id=entry.checkpoint_id, layer=layer)
             yield layer, self.shape.sealed(self.session, value, entry.checkpoint_id)
@@ -138,7 +138,7 @@ def new_record(
     method: str,
     value_bytes: int,
 ) -> NewRecord:
-    """A record of memory as a tier stores it: the base's first `num_base_tokens`, then a new segment.
+    """Make a tier's record of one in memory: the base's first `num_base_tokens`, then a new segment.
 
     Args: value_bytes: bytes of one value, about.
     """
@@ -190,24 +190,29 @@ def new_record(
 def _checkpoints(
     base: TierRecord | None, num_base_tokens: int, checkpoints: Sequence[Checkpoint], shape: StoredShape
 ) -> tuple[tuple[CheckpointEntry, ...], list[tuple[CheckpointEntry, States]]]:
-    """The entries of a record's checkpoints, and those that the base lacks with their states."""
+    """Return the entries of a record's checkpoints, and those that the base lacks, with their states."""
     old = base.body.checkpoints if base is not None else ()
-    entries = {its.num_tokens: its for its in old if its.num_tokens <= num_base_tokens}
-    added = {its.num_tokens: its.states for its in checkpoints if its.num_tokens not in entries}
-    for its in checkpoints:
-        if its.num_tokens in added:
-            entries[its.num_tokens] = CheckpointEntry(
+    entries = {entry.num_tokens: entry for entry in old if entry.num_tokens <= num_base_tokens}
+    added = {
+        checkpoint.num_tokens: checkpoint.states
+        for checkpoint in checkpoints
+        if checkpoint.num_tokens not in entries
+    }
+    for checkpoint in checkpoints:
+        if checkpoint.num_tokens in added:
+            entries[checkpoint.num_tokens] = CheckpointEntry(
                 checkpoint_id=secrets.token_bytes(FENCE_BYTES),
-                num_tokens=its.num_tokens,
-                ends_turn=its.ends_turn,
-                size_bytes=its.states.size_bytes + shape.state_header_bytes * len(its.states.layers),
+                num_tokens=checkpoint.num_tokens,
+                ends_turn=checkpoint.ends_turn,
+                size_bytes=checkpoint.states.size_bytes
+                + shape.state_header_bytes * len(checkpoint.states.layers),
             )
     kept = thinned(entries.values())
-    return kept, [(its, added[its.num_tokens]) for its in kept if its.num_tokens in added]
+    return kept, [(entry, added[entry.num_tokens]) for entry in kept if entry.num_tokens in added]
 
 
 def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator[SegmentEntry]:
-    """The entries that make up the first `num_tokens` tokens."""
+    """Yield the entries that make up the first `num_tokens` tokens."""
     for entry in entries:
         if num_tokens <= 0:
             break
@@ -216,7 +221,7 @@ def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator
 
 
 def _value_tokens(layers: Sequence[Sequence[RowChunk]], limit: int) -> tuple[int, ...]:
-    """Tokens of each value: values end where any layer's chunk ends, and have at most `limit` tokens."""
+    """Count each value's tokens: values end where any layer's chunk ends, and have at most `limit` tokens."""
     ends = {end for chunks in layers for end in accumulate(chunk.num_tokens for chunk in chunks)}
     counts: list[int] = []
     begin = 0

@@ -70,16 +70,18 @@ class HistoryStore:
         precision: RowPrecision | None = None,
         on_miss: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Args:
-        max_bytes: limit on `size_bytes`.
-        num_layers: layers with rows, which are numbered without the others.
-        num_states: layers with a state. If there are any, sessions are continued from checkpoints.
-        turn_lease_s: a turn is dropped by `sweep` if for this long nothing was appended to it, and nothing
-            heard of its router.
-        clock: monotonic seconds.
-        precision: how rows are stored; None: as they come.
-        on_miss: called with a reason if a session that has had turns is in no tier, and once if a tier that
-            may have it did not answer or has a damaged record. Misses during `load` are raised instead.
+        """Begin without history.
+
+        Args:
+            max_bytes: limit on `size_bytes`.
+            num_layers: layers with rows, which are numbered without the others.
+            num_states: layers with a state. If there are any, sessions are continued from checkpoints.
+            turn_lease_s: a turn is dropped by `sweep` if for this long nothing was appended to it, and
+                nothing was heard of its router.
+            clock: monotonic seconds.
+            precision: how rows are stored; None: as they come.
+            on_miss: called with a reason if a session that has had turns is in no tier, and once if a tier
+                that may have it did not answer or has a damaged record. Misses during `load` are raised.
         """
         self.records = RecordTable(max_bytes=max_bytes, has_states=num_states > 0)
         self.turns: dict[str, StagedTurn] = {}
@@ -136,17 +138,17 @@ class HistoryStore:
         return {tier.name: partial(getattr, tier, "num_waiting") for tier in self._tiers}
 
     def record(self, session: SessionKey) -> StoredRecord | None:
-        """The session's committed record in memory."""
+        """Return the session's committed record in memory."""
         with self.records.lock:
             return self.records.get(session)
 
     def num_reusable(self, session: SessionKey, prompt_token_ids: tuple[int, ...]) -> int:
-        """How many of the prompt's first tokens can be continued from, in memory's record of the session."""
+        """Return how many of the prompt's first tokens can be reused from the session's record in memory."""
         with self.records.lock:
             return self.records.num_reusable(session, prompt_token_ids)
 
     def num_shared(self, owner: str, block_hashes: Sequence[int]) -> int:
-        """How many of a prompt's first tokens are in memory for the owner, see `RecordTable.num_shared`."""
+        """Say how many of a prompt's first tokens memory has for an owner; see `RecordTable.num_shared`."""
         with self.records.lock:
             return self.records.num_shared(owner, block_hashes)
 
@@ -220,12 +222,12 @@ class HistoryStore:
         return turn
 
     def turn(self, request_id: str) -> StagedTurn | None:
-        """The turn that this request began, until it is committed, aborted or expired."""
+        """Return the turn that this request began, until it is committed, aborted or expired."""
         with self.records.lock:
             return self.turns.get(request_id)
 
     def info(self, session: SessionKey) -> HistoryInfo:
-        """What the first tier that has the session stores of it; tier "none" if none has it."""
+        """Return what the first tier that has the session stores of it; tier "none" if none has it."""
         info = record_info(self.record(session))
         for tier in self._tiers:
             if not info.num_tokens:
@@ -233,7 +235,7 @@ class HistoryStore:
         return info
 
     def drop(self, session: SessionKey) -> HistoryInfo:
-        """Delete the session's history; returns what was stored. Its open turns will not commit:
+        """Delete the session's history; return what was stored. Its open turns will not commit:
         SessionNotFound. A tier that does not answer deletes its part when it does."""
         info = self.info(session)
         with self.records.lock:
@@ -253,8 +255,8 @@ class HistoryStore:
                     turn.extend_lease()
 
     def sweep(self) -> int:
-        """Drop turns whose lease has expired; returns how many. Retries deletions that a tier has not taken
-        yet. Called periodically."""
+        """Drop turns whose lease has expired; return how many. Retry deletions that a tier has not taken yet.
+        Called periodically."""
         for tier in self._tiers:
             tier.sweep()
         with self.records.lock:
@@ -266,7 +268,7 @@ class HistoryStore:
 
     def write_behind(self, timeout_s: float) -> int:
         """Write what only memory has of sessions to the tiers behind it, in bounded time; what a tier did not
-        take before is tried again. Returns how many sessions are in no tier but memory after it."""
+        take before is tried again. Return how many sessions are in no tier but memory after it."""
         deadline_s = self.clock() + timeout_s
         for tier in self._tiers:
             tier.flush(deadline_s)
@@ -287,8 +289,8 @@ class HistoryStore:
         candidates: list[tuple[BackTier, SessionKey, TierRecord | None]],
         limit: int,
     ) -> BackRows | None:
-        """The rows after those of memory, from the record that has most of the prompt's first `limit` tokens,
-        the first tier's among equals; None if none has more than memory."""
+        """Return the rows after those of memory, from the record that has most of the prompt's first `limit`
+        tokens, the first tier's among equals; None if none has more than memory."""
         start = stop = turn.reused_tokens
         rows = None
         for tier, session, record in candidates:

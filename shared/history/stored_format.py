@@ -164,14 +164,14 @@ class StoredShape:
         return SEALED_BYTES if self.keys is not None else 0
 
     def sealed(self, session: SessionKey, value: bytes, label: bytes) -> bytes:
-        """A record or value as it is stored. Args: label: the record's fence, or the id of what has the
-        value."""
+        """Return a record or value as it is stored. Args: label: the record's fence, or the id of the segment
+        or checkpoint of the value."""
         if self.keys is None:
             return value
         return self.keys.seal(session.owner, value, context=session.session_id, label=label)
 
     def opened(self, session: SessionKey, value: bytes) -> bytes:
-        """What was sealed. Raises: HistoryMiss, reason "key"."""
+        """Open what was sealed. Raises: HistoryMiss, reason "key"."""
         try:
             return open_with(self.keys, session.owner, value, context=session.session_id)
         except Unreadable as error:
@@ -180,14 +180,14 @@ class StoredShape:
             ) from None
 
     def serves(self, record: TierRecord) -> bool:
-        """Whether a record's rows are of this model, in the precision that this worker stores."""
+        """Say whether a record's rows are of this model, in the precision that this worker stores."""
         return (record.body.fingerprint, record.body.precision) == (self.fingerprint, self.precision.code)
 
 
 def write_chunk(
     chunk: RowChunk, *, shape: StoredShape, segment_id: bytes, layer: int, first_token: int
 ) -> bytes:
-    """A chunk as a value."""
+    """Write a chunk as a value."""
     payload = [_tensor_bytes(tensor) for tensor in chunk.tensors]
     heads = shape.heads[layer]
     header = _CHUNK.pack(
@@ -200,7 +200,7 @@ def write_chunk(
 def read_chunk(
     value: bytes, *, shape: StoredShape, segment_id: bytes, layer: int, first_token: int, num_tokens: int
 ) -> RowChunk:
-    """The chunk that a value must contain, in memory of its own.
+    """Read the chunk that a value must contain, into memory of its own.
 
     Raises: HistoryMiss, reason "corrupt": the value is a different one, or damaged.
     """
@@ -233,7 +233,7 @@ def read_chunk(
 
 
 def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes:
-    """A layer's state as a value."""
+    """Write a layer's state as a value."""
     payload = [_tensor_bytes(tensor) for tensor in state.values()]
     header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, sum(map(len, payload)))
     return b"".join([header, _CHECKSUM.pack(_checksum(header, *payload)), *payload])
@@ -242,7 +242,7 @@ def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes
 def read_state(
     value: bytes | None, session: SessionKey, *, shape: StoredShape, checkpoint_id: bytes, layer: int
 ) -> dict[str, Tensor]:
-    """The state that a stored value must contain, in memory of its own.
+    """Read the state that a stored value must contain, into memory of its own.
 
     Raises: HistoryMiss, reason "evicted" (the value is None), "key" or "corrupt".
     """
@@ -251,7 +251,7 @@ def read_state(
         raise HistoryMiss(f"{what} is lost", reason="evicted")
     value = shape.opened(session, value)
     specs = shape.states[layer]
-    size_bytes = sum(its.size_bytes for its in specs)
+    size_bytes = sum(spec.size_bytes for spec in specs)
     header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, size_bytes)
     payload = memoryview(value)[STATE_HEADER_BYTES:]
     if value[: _STATE.size] != header or len(payload) != size_bytes:
@@ -259,10 +259,10 @@ def read_state(
     if _CHECKSUM.unpack_from(value, _STATE.size)[0] != _checksum(header, payload):
         raise corrupt(f"{what} fails its checksum")
     state, offset = {}, 0
-    for its in specs:
-        tensor = torch.empty(its.shape, dtype=TORCH_DTYPES[its.dtype])
-        _tensor_bytes(tensor)[:] = payload[offset : offset + its.size_bytes]
-        state[its.name], offset = tensor, offset + its.size_bytes
+    for spec in specs:
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        _tensor_bytes(tensor)[:] = payload[offset : offset + spec.size_bytes]
+        state[spec.name], offset = tensor, offset + spec.size_bytes
     return state
 
 
@@ -279,7 +279,7 @@ class WantedValue:
 
 
 def wanted_values(record: TierRecord, start: int, stop: int) -> Iterator[WantedValue]:
-    """The values of each layer that have tokens [start, stop) of a record."""
+    """Yield the values of each layer that have tokens [start, stop) of a record."""
     position = 0
     for entry in record.segments:
         first_token = 0
@@ -304,7 +304,7 @@ def read_values(
     shape: StoredShape,
     layer: int,
 ) -> list[RowChunk]:
-    """A layer's wanted rows, from stored values.
+    """Read a layer's wanted rows from stored values.
 
     Raises: HistoryMiss, reason "evicted" (a value is None), "key" or "corrupt".
     """
@@ -333,7 +333,7 @@ def write_record(fence: bytes, body: RecordBody) -> bytes:
 
 
 def read_record(value: bytes, session: SessionKey) -> TierRecord:
-    """Raises: HistoryMiss, reason "corrupt"."""
+    """Read a session's record. Raises: HistoryMiss, reason "corrupt"."""
     what = f"history record of session {session.session_id!r}"
     if not RECORD_HEADER_BYTES <= len(value) <= _MAX_RECORD_BYTES:
         raise corrupt(f"{what} has {len(value)} bytes")
@@ -378,8 +378,8 @@ def tier_record(fence: bytes, body: RecordBody, token_ids: Sequence[int], num_by
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; not copied if it is contiguous. NumPy copies in this thread alone, where torch would
-    take every core from the model."""
+    """Return a tensor's bytes; not copied if it is contiguous. NumPy copies in this thread alone, where torch
+    would take every core from the model."""
     rows = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     array: Any = np.ascontiguousarray(rows.view(torch.uint8).numpy())
     return memoryview(array.reshape(-1))

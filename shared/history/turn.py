@@ -86,7 +86,9 @@ class StagedTurn:
         self._base = self._records.get(session)
         self._pieces = first_pieces(record.pieces, self._memory_tokens) if record is not None else ()
         checkpoints = record.checkpoints if record is not None else ()
-        self._checkpoints = tuple(its for its in checkpoints if its.num_tokens <= self._memory_tokens)
+        self._checkpoints = tuple(
+            checkpoint for checkpoint in checkpoints if checkpoint.num_tokens <= self._memory_tokens
+        )
         self._num_exact_reused = (
             min(self._memory_tokens, record.num_exact_tokens) if record is not None else 0
         )
@@ -104,7 +106,7 @@ class StagedTurn:
 
     @property
     def is_first(self) -> bool:
-        """Whether host memory had no record of the session when the turn began."""
+        """Say whether host memory had no record of the session when the turn began."""
         return self._base is None
 
     @property
@@ -113,12 +115,12 @@ class StagedTurn:
 
     @property
     def reused_tokens(self) -> int:
-        """How many of the prompt's first tokens the turn continues from."""
+        """The number of the prompt's first tokens that the turn continues from."""
         return self._memory_tokens + (self._back_rows.num_tokens if self._back_rows is not None else 0)
 
     @property
     def reuse_source(self) -> ReuseSource:
-        """Whose record the turn continues from."""
+        """The source of the record that the turn continues from."""
         return self._back_rows.source if self._back_rows is not None else self._memory_source
 
     @property
@@ -134,7 +136,9 @@ class StagedTurn:
             with self._records.lock:
                 released = parts_of(self._pieces, self._checkpoints)
                 self._pieces = first_pieces(self._pieces, num_tokens)
-                self._checkpoints = tuple(its for its in self._checkpoints if its.num_tokens <= num_tokens)
+                self._checkpoints = tuple(
+                    checkpoint for checkpoint in self._checkpoints if checkpoint.num_tokens <= num_tokens
+                )
                 self._records.retain(parts_of(self._pieces, self._checkpoints))
                 self._records.release(released)
                 self._memory_tokens = num_tokens
@@ -150,15 +154,15 @@ class StagedTurn:
         self._back_rows, self._fences, self._method = rows, fences, method
 
     def load(self, layer: int) -> LayerKV | None:
-        """K and V `[H_kv, reused_tokens, D]`, or None if nothing is reused. Must not be written to.
+        """Return K and V `[H_kv, reused_tokens, D]`; None if nothing is reused. Must not be written to.
 
         Raises: HistoryMiss: the rows are gone.
         """
         return self.load_prepared(layer, lambda rows: rows)
 
     def load_prepared(self, layer: int, prepare: Callable[[LayerKV], T]) -> T | None:
-        """As `load`, with what `prepare` makes of K and V; it is called on another thread, also for the next
-        layer."""
+        """Do what `load` does, and return what `prepare` makes of K and V. It is called on another thread,
+        also for the next layer."""
         with self._records.lock:
             if self._memory_tokens and not self.is_open:
                 raise self._over(f"history of request {self.request_id} is gone: its turn is")
@@ -178,7 +182,7 @@ class StagedTurn:
         return prepared
 
     def load_state(self, layer: int) -> LayerState | None:
-        """The state after `reused_tokens` tokens, or None if nothing is reused. Must not be written to.
+        """Return the state after `reused_tokens` tokens; None if nothing is reused. Must not be written to.
 
         Args: layer: of the model, one that has a state.
         Raises: HistoryMiss: it is gone.
@@ -278,9 +282,9 @@ class StagedTurn:
         return HistoryMiss(f"{what} {self._state.value}", reason=self._state.value)
 
     def _own_pieces(self) -> tuple[Piece, ...]:
-        """The reused pieces as the session may store them: slices of another session's segments are copied,
-        so that its deletion frees them. Implicit sessions share slices: a prompt that branches off another
-        stores its own rows only. The lock is not needed: the turn's references keep the segments."""
+        """Return the reused pieces as the session may store them: slices of another session's segments are
+        copied, so that its deletion frees them. Implicit sessions share slices: a prompt that branches off
+        another stores its own rows only. The lock is not needed: the turn's references keep the segments."""
         if self._shares_slices:
             return self._pieces
         return tuple(
@@ -292,7 +296,7 @@ class StagedTurn:
 
     def _stage_state(self, num_tokens: int, layer: int, state: LayerState, ends_turn: bool) -> None:
         with self._records.lock:
-            if self._stage_bytes(sum(its.nbytes for its in state.values())):
+            if self._stage_bytes(sum(tensor.nbytes for tensor in state.values())):
                 self._staged_states.setdefault((num_tokens, ends_turn), {})[layer] = state
 
     # ---- the caller holds the lock -----------------------------------------------------------------------
@@ -303,7 +307,7 @@ class StagedTurn:
             self._staged_tokens[layer] += chunk.num_tokens
 
     def _stage_bytes(self, num_bytes: int) -> bool:
-        """Count bytes that are about to be staged. Returns False if they must not be."""
+        """Count bytes that are about to be staged. Return False if they must not be."""
         if self._state is not TurnState.OPEN:
             return False
         if not self._records.make_room(num_bytes):
@@ -322,7 +326,7 @@ class StagedTurn:
         self.extend_lease()
 
     def extend_lease(self) -> None:
-        """The turn has made progress, or its router lives."""
+        """Extend the lease, because the turn has made progress or its router lives."""
         self.deadline_s = min(self._store.clock() + self._store.turn_lease_s, self._limit_s)
 
     def _check_commit(self, token_ids: tuple[int, ...]) -> None:
@@ -348,10 +352,14 @@ class StagedTurn:
                 num_tokens += num_new
                 checkpoints = (*checkpoints, *self._new_checkpoints())
         if self._store.num_states:
-            known = {its.num_tokens: its for its in checkpoints if its.num_tokens <= num_tokens}
+            known = {
+                checkpoint.num_tokens: checkpoint
+                for checkpoint in checkpoints
+                if checkpoint.num_tokens <= num_tokens
+            }
             checkpoints = thinned(known.values(), num_exact=self._num_exact(num_tokens))
-        new_states = {its.states for its in checkpoints if its.states.references == 0}
-        records.size_bytes += sum(its.size_bytes for its in new_states)
+        new_states = {checkpoint.states for checkpoint in checkpoints if checkpoint.states.references == 0}
+        records.size_bytes += sum(states.size_bytes for states in new_states)
         records.retain(parts_of(pieces, checkpoints))
         records.forget(self.session)
         record = None
@@ -368,7 +376,7 @@ class StagedTurn:
         return record
 
     def _write_behind(self, record: StoredRecord) -> list[Callable[[], None]]:
-        """Queue the record at the tiers behind memory. Returns functions that wait until they have it."""
+        """Queue the record at the tiers behind memory. Return functions that wait until they have it."""
         return [
             tier.write(
                 self.session, Commit(record=record, fence=fence, rebuild=self._rebuild, method=self._method)
@@ -377,7 +385,7 @@ class StagedTurn:
         ]
 
     def _num_exact(self, num_tokens: int) -> int:
-        """`StoredRecord.num_exact_tokens` of a record of this many tokens."""
+        """Compute `StoredRecord.num_exact_tokens` of a record of this many tokens."""
         exact, reused = self._num_exact_reused, self._memory_tokens
         if self._adopted and self._back_rows is not None and exact == reused:
             reused = self.reused_tokens
@@ -385,14 +393,17 @@ class StagedTurn:
         return min(exact if exact < reused else len(self._prompt), num_tokens)
 
     def _num_staged(self) -> int:
-        """How many tokens after those of memory have rows in every layer, or are followed by a checkpoint if
-        no layer has rows."""
+        """Count the tokens after those of memory that have rows in every layer or, if no layer has rows, that
+        are followed by a checkpoint."""
         if self._staged_tokens:
             return min(self._staged_tokens)
-        return max((its.num_tokens for its in self._new_checkpoints()), default=0) - self._memory_tokens
+        return (
+            max((checkpoint.num_tokens for checkpoint in self._new_checkpoints()), default=0)
+            - self._memory_tokens
+        )
 
     def _new_checkpoints(self) -> list[Checkpoint]:
-        """The staged states that are whole."""
+        """Return the staged states that are whole."""
         return [
             Checkpoint(num_tokens=num_tokens, states=States(layers), ends_turn=ends_turn)
             for (num_tokens, ends_turn), layers in self._staged_states.items()
@@ -423,7 +434,7 @@ class StagedTurn:
 
 
 def record_info(record: StoredRecord | None) -> HistoryInfo:
-    """What host memory has of a session."""
+    """Return what host memory has of a session."""
     if record is None:
         return HistoryInfo(num_tokens=0, size_bytes=0, tier="none")
     return HistoryInfo(num_tokens=len(record.token_ids), size_bytes=record.size_bytes)

@@ -19,7 +19,7 @@ _CALLS = "tool_calls"
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPart:
-    """What some text adds to an answer."""
+    """The part that some text adds to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,12 +29,13 @@ class AnswerPart:
 class AnswerParser:
     """Splits text as it comes.
 
-    A call begins with its name and its arguments' first character; from there on all its text is of the call,
-    also if the arguments are no JSON or are cut off. What is no call stays content, as the model wrote it.
+    A call begins with its name and its arguments' first character; from there on all text belongs to the
+    call, even if the arguments are not JSON or are cut off. Text outside calls stays content, as the model
+    wrote it.
 
     Args:
         template: transformers' `response_template`.
-        prefix: the end of the prompt, of which templates may write an answer's first part.
+        prefix: the end of the prompt, in which templates may write an answer's first part.
         tools: the request's, for the types of arguments of calls that are not JSON.
     """
 
@@ -56,23 +57,23 @@ class AnswerParser:
             dict(template), prefix=prefix, tools=[dict(tool) for tool in tools]
         )
         self._pending = spec.truncate_past_last_anchor(prefix)
-        """Text of which no event has told, after `_at`, and the text of an open call."""
+        """Text that no event has reported yet, after `_at`, and the text of an open call."""
         self._at = 0
         self._prompt_end = len(self._pending)
         self._open = ""
         self._body = ""
-        """Of the region that is open."""
+        """The text of the open region."""
         self._captures: dict[str, str] = {}
         self._reader: CallReader | None = None
         self._call_at = 0
         self._is_fresh = False
-        """No content yet since a thought or call: white space there belongs to neither."""
+        """Whether there was no content yet since a thought or call: white space there belongs to neither."""
         self._parts(self._parser.initial_events)
         self.begins_with_thought = self._open in THOUGHTS
-        """Whether the prompt has opened one."""
+        """Whether the prompt has opened a thought."""
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that are known after this text."""
+        """Return the parts that are known after this text."""
         if self._parser is None:
             return [AnswerPart(content=text)]
         self._pending += text
@@ -82,7 +83,7 @@ class AnswerParser:
             return self._give_up()
 
     def finish(self) -> list[AnswerPart]:
-        """The parts that were held back."""
+        """Return the parts that were held back."""
         if self._parser is None:
             return []
         try:
@@ -101,7 +102,7 @@ class AnswerParser:
                 parts += self._added(field, event["text"])
             else:
                 parts += self._ended(field, event["value"])
-        # What an open call has so far is content if it turns out to be none.
+        # The text of an open call is content if it turns out not to be a call.
         told = self._call_at if self._open == _CALLS else self._at
         self._pending = self._pending[told:]
         self._at, self._call_at = self._at - told, self._call_at - told
@@ -109,14 +110,14 @@ class AnswerParser:
         return parts
 
     def _begin(self, field: str) -> None:
-        """A region opens: find the mark that the parser has found."""
+        """Open a region: find the mark that the parser has found."""
         pattern = self._fields[field].open_re
         mark = pattern.search(self._pending, self._at) if pattern is not None else None
         self._open, self._body, self._captures = field, "", {}
         self._call_at = self._at
         if mark is not None:
             self._call_at, self._at = mark.start(), mark.end()
-            self._captures = {name: its for name, its in mark.groupdict().items() if its is not None}
+            self._captures = {name: text for name, text in mark.groupdict().items() if text is not None}
         if field == _CALLS:
             name = self._captures.get("name")
             self._reader = CallReader(self._form, name) if self._form is not None else None
@@ -144,7 +145,7 @@ class AnswerParser:
         return _whole(value) if self._reader is None else self._json_ended(self._reader)
 
     def _json_ended(self, reader: CallReader) -> list[AnswerPart]:
-        """The calls that the reader has not begun. Where the text is none, it is content."""
+        """Return the calls that the reader has not begun. Text that is not a call is content."""
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         try:
@@ -162,15 +163,15 @@ class AnswerParser:
 
 
 def _form_of(field: Any) -> CallForm | None:
-    """How calls can be read before they are whole; None where they cannot."""
+    """Return how calls can be read before they are complete; None where they cannot."""
     if field is None or field.content != "json" or field.content_args or field.join is not None:
         return None
     return CallForm.of(field.transform, is_list=field.transform_each)
 
 
 def _whole(value: Any, num_begun: int = 0) -> list[AnswerPart]:
-    """The calls of a region's value, but those that have begun before."""
-    calls = [its["function"] for its in (value if isinstance(value, list) else [value])[num_begun:]]
+    """Return the calls of a region's value, except those that have begun before."""
+    calls = [call["function"] for call in (value if isinstance(value, list) else [value])[num_begun:]]
     pieces = []
     for function in calls:
         arguments = function["arguments"]

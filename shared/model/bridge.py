@@ -38,14 +38,14 @@ _LOGITS = 1 << 22
 """Logits of a prompt that are in memory at a time."""
 _KNOWN_ARGUMENTS = frozenset((
     "kvferry", "sliding_window", "softcap", "s_aux", "sinks",
-    # These change nothing: nothing is dropped, passes are causal, and no cache is transformers'.
+    # These have no effect here: nothing is dropped, passes are causal, and the cache is not transformers'.
     "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_ids", "use_cache",
 ))  # fmt: skip
 
 
 class AttentionPass:
-    """One forward pass of the model: what its attention does.
+    """One forward pass of the model: the attention's behaviour.
 
     Attributes:
         positions: int64 `[B, T]`, set before the pass.
@@ -60,11 +60,13 @@ class AttentionPass:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, latent: Latent | None
     ) -> Tensor:
-        """Args:
-            query: `[B, H, T, D]`; key and value `[B, H_kv, T, D]`.
-            latent: of latent attention, whose keys are rows and whose queries are of expanded keys.
+        """Compute a layer's attention.
 
-        Returns: `[B, T, H, D]`, of latent attention the expanded values' channels.
+        Args:
+            query: `[B, H, T, D]`; key and value `[B, H_kv, T, D]`.
+            latent: for latent attention, whose keys are rows and whose queries are of expanded keys.
+
+        Returns: `[B, T, H, D]`, for latent attention with the expanded values' channels.
         """
         raise NotImplementedError
 
@@ -78,7 +80,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention in transformers' convention.
+    """Compute one layer's attention in transformers' convention.
 
     Args:
         query: post-RoPE `[B, H, T, D]`; key and value `[B, H_kv, T, D]`. Query head h reads KV head h // G.
@@ -93,7 +95,7 @@ def attention_forward(
         raise UnsupportedModel(
             f"{type(module).__name__} does not pass the model's arguments to its attention"
         )
-    of_latent = module.__dict__.get(LATENT)  # where it is missing, getattr of a module is slow
+    of_latent = module.__dict__.get(LATENT)  # getattr of a module is slow for a missing attribute
     latent: Latent | None = None if of_latent is None else of_latent()
     layer = getattr(module, "layer_idx", None) if current.cache is None else current.cache.attending
     if not isinstance(layer, int):
@@ -132,12 +134,12 @@ def _problem(
     arguments: Mapping[str, Any],
     spec: ModelSpec,
 ) -> str | None:
-    """What one call of the attention has that is not supported; None for nothing."""
+    """Say which feature of one attention call is not supported; None if all are."""
     for argument, given in arguments.items():
         if given is not None and given is not False and argument not in _KNOWN_ARGUMENTS:
             return f"uses {argument}, which is not supported"
     window = arguments.get("sliding_window")
-    if spec.layers or window is not None:  # chunks are the mask's, not the call's
+    if spec.layers or window is not None:  # chunks are in the mask, not in the call
         expected = spec.layer(layer)
         window = window if 0 < (window or 0) < spec.max_model_len else 0
         if window != (0 if expected.is_chunked else expected.window):
@@ -160,7 +162,7 @@ class PrefillPass(AttentionPass):
     No layer's KV is stored here. Including the history from the observer, at most one layer of full KV is
     alive, and the new tokens' KV twice while it is joined to the history.
 
-    Args: observer: None where a subclass says what is before a layer and what is done with it.
+    Args: observer: None where a subclass provides a layer's history and takes its results.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class PrefillPass(AttentionPass):
         return output.transpose(1, 2).contiguous()
 
     def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
-        """K and V `[H_kv, P, D]` of the tokens before; None for none. Args: key: of the new ones."""
+        """Return K and V `[H_kv, P, D]` of earlier tokens; None without any. Args: key: of the new tokens."""
         assert self._observer is not None, "who has no observer says it in another way"
         history = self._observer.history(layer)
         num_history = 0 if history is None else history[0].shape[1]
@@ -235,17 +237,17 @@ class DecodePass(AttentionPass):
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, and the scales and codes that modules of quantised weights have beside them."""
+    """Yield parameters, buffers, and the scales and codes of modules with quantised weights."""
     for module in model.modules():
-        for its in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(its, Tensor):
-                yield its
-            elif type(its).__module__.startswith("bitsandbytes."):
-                yield from (tensor for tensor in vars(its).values() if isinstance(tensor, Tensor))
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor):
+                yield value
+            elif type(value).__module__.startswith("bitsandbytes."):
+                yield from (tensor for tensor in vars(value).values() if isinstance(tensor, Tensor))
 
 
 class TransformersModel:
-    """Implements `LanguageModel`. Nothing of a pass is stored here, so one may run within another.
+    """Implements `LanguageModel`. No state of a pass is stored here, so passes may be nested.
 
     Attributes:
         num_ranks: this process alone.
@@ -272,7 +274,7 @@ class TransformersModel:
         self._fused_problem = dtype_problem(self.dtype, self.device)
 
     def twin(self) -> TransformersModel:
-        """A model of its own over the same weights, for another thread's passes."""
+        """Make a separate model over the same weights, for another thread's passes."""
         modules = copy.deepcopy(self._model, {id(tensor): tensor for tensor in _tensors_of(self._model)})
         return TransformersModel(modules, self.spec, self._rotation)
 
@@ -310,7 +312,7 @@ class TransformersModel:
         num_queries: int | None,
         with_logits: bool,
     ) -> Iterator[PrefillPass]:
-        """Around a prompt's pass; arguments as of `prefill`."""
+        """Make the context of a prompt's pass; arguments as of `prefill`."""
         yield PrefillPass(observer, start=start, spec=self.spec, num_queries=num_queries)
 
     @torch.inference_mode()
@@ -330,7 +332,7 @@ class TransformersModel:
         hidden: list[Tensor] = []
 
         def keep(_: Any, __: Any, options: Any, output: Any) -> None:
-            if options.get("kvferry") is current:  # not a pass within this one
+            if options.get("kvferry") is current:  # not a pass nested in this one
                 hidden.append(output.last_hidden_state[0])
 
         hook = decoder_of(self._model).register_forward_hook(keep, with_kwargs=True)
@@ -344,7 +346,7 @@ class TransformersModel:
     def _head(
         self, hidden: Tensor, last: Tensor, start: int, on_logits: Callable[[int, Tensor], None]
     ) -> None:
-        """The logits of all tokens, a few rows at a time.
+        """Compute the logits of all tokens, a few rows at a time.
 
         Args: hidden: `[T, hidden size]` after the last layer. last: logits `[V]` of the last token.
         """
@@ -371,7 +373,7 @@ class TransformersModel:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
         fused = self._fused if not self._skipped[1] else None
         if fused is not None:
-            if fused.runs_natively(len(token_ids)):
+            if fused.runs_natively():
                 return fused.run_natively(token_ids, positions, attention)
             path = path_for("decoder_ops", self.device, self._fused_problem)
             if path != "torch" or (self.device.type == "cpu" and mode() == "auto"):
@@ -384,12 +386,12 @@ class TransformersModel:
     def _step_pass(
         self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention
     ) -> Iterator[DecodePass]:
-        """Around a decode step's pass; arguments as of `decode`."""
+        """Make the context of a decode step's pass; arguments as of `decode`."""
         yield DecodePass(attention, spec=self.spec)
 
     @torch.inference_mode()
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
-        """Keys without their rotary positions; see `LanguageModel.pre_rope_keys`."""
+        """Return keys without their rotary positions; see `LanguageModel.pre_rope_keys`."""
         if self._rotation is None:
             raise UnsupportedModel(
                 f"the rotary positions of {type(self._model).__name__} cannot be undone; compression methods "
@@ -398,8 +400,8 @@ class TransformersModel:
         return self._rotation.undo(layer, keys)
 
     def skip_positions(self, first: int, number: int) -> None:
-        """In later passes, rotate tokens from position `first` on as if they were `number` positions later.
-        Measures what distance alone costs."""
+        """Rotate tokens from position `first` on, in later passes, as if they were `number` positions later.
+        This measures what distance alone costs."""
         self._skipped = (first, number)
 
     @torch.inference_mode()

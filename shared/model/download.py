@@ -21,14 +21,14 @@ from kvferry.shared.errors import ConfigurationError
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
 _BAR_NAME = "huggingface_hub.snapshot_download"
-"""Of the hub's bar that counts bytes on disk, those of an earlier try included."""
+"""The name of the hub's bar that counts bytes on disk, including those of an earlier try."""
 _LOG_PERCENT = 10
 
 log = structlog.get_logger(__name__)
 
 
 def download(model: str, *, weights: bool) -> Path:
-    """The folder of a model of the hub, in the hub's cache.
+    """Download a model of the hub; return its folder in the hub's cache.
 
     Args:
         model: `org/name`.
@@ -48,7 +48,7 @@ def download(model: str, *, weights: bool) -> Path:
             files = snapshot_download(model, allow_patterns=patterns, dry_run=True, tqdm_class=bar)
         except DryRunError:  # the cache may have it
             return Path(snapshot_download(model, allow_patterns=patterns))
-        sizes = [its.file_size or 0 for its in files if its.will_download]
+        sizes = [file.file_size or 0 for file in files if file.will_download]
         if not sizes:
             return Path(snapshot_download(model, allow_patterns=patterns, tqdm_class=bar))
         check_room(model, sum(sizes), Path(HF_HUB_CACHE))
@@ -59,8 +59,8 @@ def download(model: str, *, weights: bool) -> Path:
 
 
 def check_room(model: str, size_bytes: int, folder: Path) -> None:
-    """Raises: ConfigurationError: there is less free than so many bytes in a folder of the cache."""
-    existing = next(its for its in (folder, *folder.parents) if its.exists())
+    """Check for room. Raises: ConfigurationError: a folder of the cache has less than `size_bytes` free."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if (free := shutil.disk_usage(existing).free) < size_bytes:
         raise ConfigurationError(
             f"model {model!r} needs {_size(size_bytes)} in {folder}, which has {_size(free)} free; "
@@ -69,7 +69,7 @@ def check_room(model: str, size_bytes: int, folder: Path) -> None:
 
 
 def _advice(model: str, error: Exception) -> str:
-    """One sentence that says what to do."""
+    """Return one sentence that says what to do."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -112,7 +112,7 @@ def _advice(model: str, error: Exception) -> str:
 
 @contextmanager
 def _shown(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many bytes are there: a bar on a terminal, else a line in the log for each
+    """Yield a function that shows how many bytes are there: a bar on a terminal, else a log line for each
     tenth."""
     if sys.stderr.isatty():
         from rich.console import Console
@@ -137,7 +137,7 @@ def _shown(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def _counter(show: Callable[[int], None]) -> Any:
-    """A class for the hub's bars, which are not shown, that hands the bytes on."""
+    """Make a class for the hub's bars, which are not shown, that passes their bytes to `show`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Counter(tqdm):
@@ -154,7 +154,7 @@ def _counter(show: Callable[[int], None]) -> Any:
 
 
 def _size(num_bytes: int) -> str:
-    """1.5 GB: of 1000 bytes, as the hub counts."""
+    """Format a size in units of 1000 bytes, as the hub counts: 1.5 GB."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.3g} {unit}"

@@ -37,6 +37,6 @@ class Ending:
                 self._assembler.push(token_id)
 
     def stops(self, token_id: int) -> bool:
-        """Take the next token. Returns whether the completion ends with it."""
+        """Take the next token. Return whether the completion ends with it."""
         stopped = self._assembler is not None and self._assembler.push(token_id).stopped
         return stopped or token_id in self.stop_token_ids

@@ -1,7 +1,7 @@
 """FlashAttention 3 for prefill's attention, where it is installed and the GPU is a Hopper.
 
-torch's own attention, which `prefill_attention.py` calls, then runs it for float16 and bfloat16. Who installs
-the package `flash_attn_3` asks for it. It is used only if it agrees with plain arithmetic on the device.
+torch's own attention, which `prefill_attention.py` calls, then runs it for float16 and bfloat16. Installing
+the package `flash_attn_3` turns it on. It is used only if it agrees with plain arithmetic on the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 _MODULE = "flash_attn_interface"
 _HOPPER = 9
 _TOLERANCE = 0.02
-"""Of outputs of values from N(0, 1), in 16 bits."""
+"""For outputs in 16 bits, of values from N(0, 1)."""
 
 
 def use_flash_attention_3(device: torch.device) -> bool:
-    """Use FlashAttention 3 in this process if it is installed, and runs and is right on a CUDA device.
+    """Use FlashAttention 3 in this process if it is installed, and works correctly on a CUDA device.
 
     Returns: whether it is used from now on.
     """
@@ -36,7 +36,7 @@ def use_flash_attention_3(device: torch.device) -> bool:
     try:
         activate_flash_attention_impl("FA3")
         difference = _largest_difference(device)
-    except Exception as error:  # whatever the package raises; torch's own attention is there
+    except Exception as error:  # whatever the package raises: torch's own attention remains
         problem = f"{type(error).__name__}: {error}"
     else:
         if difference <= _TOLERANCE:
@@ -50,16 +50,17 @@ def use_flash_attention_3(device: torch.device) -> bool:
 
 @torch.inference_mode()
 def _largest_difference(device: torch.device) -> float:
-    """Of prefill's attention from plain arithmetic, without and with history; infinity for NaN."""
+    """Return the largest difference of prefill's attention from plain arithmetic, without and with history;
+    infinity for NaN."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, 300, 128, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2)
     )
     scaling = 128**-0.5
-    keys, values = (its.float().repeat_interleave(2, dim=1) for its in (key, value))
+    keys, values = (tensor.float().repeat_interleave(2, dim=1) for tensor in (key, value))
     scores = query.float() @ keys.mT * scaling
     masked = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
     expected = masked.softmax(-1) @ values
     found = [causal_attention(query[:, :, -num:], key, value, scaling).float() for num in (300, 100)]
-    differences = [(its - expected[:, :, -its.shape[2] :]).abs().max() for its in found]
+    differences = [(output - expected[:, :, -output.shape[2] :]).abs().max() for output in found]
     return float(torch.stack(differences).max().nan_to_num(torch.inf))

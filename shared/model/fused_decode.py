@@ -4,11 +4,11 @@
                   ──► silu product ──► down ──► add ──► ... ──► norm ──► head
 
 Eight launches a layer beside attention, where transformers' modules take 39, or 55 with norms of heads; on a
-CPU two calls of C code, if the weights are plain and the batch is small. Only for model types whose modules
-are known; all else goes through transformers' modules (`bridge.py`). On a CPU the results in torch are the
-modules', bit by bit. On a GPU the weights of q, k and v, and those of gate and up, are moved side by side in
-memory, where the modules use them too, and multiplied at once. Other linear layers, such as quantised ones,
-are called as modules: eleven launches.
+CPU two calls of C code, if the weights are plain. Only for model types whose modules are known; all else goes
+through transformers' modules (`bridge.py`). On a CPU the results in torch are the modules', bit by bit. On a
+GPU the weights of q, k and v, and those of gate and up, are moved side by side in memory, where the modules
+use them too, and multiplied at once. Other linear layers, such as quantised ones, are called as modules:
+eleven launches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kvferry.kernels.decoder_ops import add_norm, rotate, silu_product
-from kvferry.kernels.decoder_ops.native import MAX_ROWS, NativeDecoder, Weights
+from kvferry.kernels.decoder_ops.native import NativeDecoder, Weights
 from kvferry.kernels.dispatch import count, uses_native
 from kvferry.shared.model.interface import DecodeAttention
+from kvferry.shared.model.narrow import NarrowLinear
 from kvferry.shared.model.spec import ModelSpec
 
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,11 +52,11 @@ class FusedDecode:
             self.join_products()
 
     def join_products(self) -> None:
-        """From now on compute products of the same rows as one, whose weights then lie side by side."""
+        """Compute products of the same rows as one from now on; their weights are then contiguous."""
         self._products = [_products(layer, join=True) for layer in self._decoder.layers]
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """One token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""
+        """Run one token for each of B sequences. Args: int64 `[B]`. Returns: float32 logits `[B, V]`."""
         decoder = self._decoder
         hidden: Tensor = decoder.embed_tokens(token_ids)
         cos, sin = self._rotate_at(hidden, positions)
@@ -71,18 +72,16 @@ class FusedDecode:
         logits: Tensor = self._head(hidden)
         return logits.float()
 
-    def runs_natively(self, num_rows: int) -> bool:
-        """Whether `run_natively` takes a step of so many sequences now."""
-        if self._weights is None or num_rows > MAX_ROWS:
-            return False
-        if not uses_native("decoder_ops", self._weights[1].weight.device):
+    def runs_natively(self) -> bool:
+        """Return whether `run_natively` can run a step now."""
+        if self._weights is None or not uses_native("decoder_ops", self._weights[1].weight.device):
             return False
         if self._native is None:
             self._native = NativeDecoder(*self._weights, self._head_dim)
         return True
 
     def run_natively(self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """As `run`, by C code on a CPU."""
+        """Do the same as `run`, by C code on a CPU."""
         assert self._native is not None, "`runs_natively` says so, and makes it"
         count({("decoder_ops", "native"): 1})
         hidden: Tensor = self._decoder.embed_tokens(token_ids)
@@ -93,7 +92,7 @@ class FusedDecode:
         return step.logits()
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, `[B, D]` each, from a table of all positions, if it is not too large."""
+        """Return cos and sin, `[B, D]` each, from a table of all positions if that is not too large."""
         size = 2 * self._max_model_len * self._head_dim * hidden.element_size()
         if size > _MAX_TABLE_BYTES or self._decoder.rotary_emb.rope_type not in _ROTATIONS:
             return self._rotate_at(hidden, positions)
@@ -136,7 +135,7 @@ class Products:
 
 
 class JoinedProducts(Products):
-    """The same in one product of weights that lie side by side."""
+    """The same in one product of weights that are contiguous in memory."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         super().__init__(modules)
@@ -147,17 +146,19 @@ class JoinedProducts(Products):
 
     @staticmethod
     def can_join(modules: Sequence[Any]) -> bool:
-        """Whether these are plain linear layers of one dtype, all with a bias or none."""
-        if not all(map(_is_plain, modules)):
+        """Return whether these are plain linear layers of one dtype, all with a bias or none."""
+        if not all(_is_plain(module, nn.Linear) for module in modules):
             return False
-        return len({(its.weight.dtype, its.weight.device, its.bias is None) for its in modules}) == 1
+        return (
+            len({(module.weight.dtype, module.weight.device, module.bias is None) for module in modules}) == 1
+        )
 
     def __call__(self, rows: Tensor) -> Sequence[Tensor]:
         return torch.split(nn.functional.linear(rows, self._weight, self._bias), self._sizes, dim=1)
 
 
 def _products(layer: Any, *, join: bool) -> tuple[Products, Products]:
-    """q, k and v of a layer's rows; gate and up."""
+    """Make the products of a layer's rows: q, k and v; gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
 
     def of(*modules: Any) -> Products:
@@ -167,7 +168,7 @@ def _products(layer: Any, *, join: bool) -> tuple[Products, Products]:
 
 
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of several ones' rows, whose memory they then are parts of; without a copy if they are.
+    """Join several tensors' rows in one, of which they become parts; without a copy if they already are.
 
     Args: parameters: contiguous, equal but for their first dimension.
     """
@@ -203,50 +204,55 @@ _LAYER_NORMS = {
 
 
 def _weights_of(decoder: Any, head: Any) -> tuple[list[dict[str, Weights]], Weights, Weights] | None:
-    """A model's plain weights; None if C code cannot use them."""
+    """Return a model's plain weights; None if C code cannot use them."""
     layers = []
     for layer in decoder.layers:
         names = dict(layer.named_modules())
         products = {name: names[path] for name, path in _PRODUCTS.items()}
-        if not all(_is_plain(its) for its in (*products.values(), head)):
+        if not all(_is_plain(module, nn.Linear, NarrowLinear) for module in (*products.values(), head)):
             return None
-        weights = {name: Weights(its.weight, its.bias) for name, its in products.items()}
+        weights = {name: Weights(module.weight, module.bias) for name, module in products.items()}
         norms = {name: names[path] for name, path in _LAYER_NORMS.items() if path in names}
-        layers.append(weights | {name: _norm_weights(its) for name, its in norms.items()})
-    every = [its for weights in layers for its in weights.values()]
+        layers.append(weights | {name: _norm_weights(module) for name, module in norms.items()})
     last, of_head = _norm_weights(decoder.norm), Weights(head.weight, head.bias)
-    if NativeDecoder.problem(every, len(layers)) or NativeDecoder.problem([last, of_head], len(layers)):
+    if NativeDecoder.problem([last, of_head, *(entry for weights in layers for entry in weights.values())]):
         return None
     return layers, last, of_head
 
 
-def _is_plain(module: Any) -> bool:
-    """Whether a module is a linear layer whose weight is a tensor as torch makes it: quantised ones have
+def _is_plain(module: Any, *classes: type[nn.Linear]) -> bool:
+    """Return whether a module is a linear layer whose weight is a plain torch tensor: quantised ones have
     weights of other classes, or under other names."""
     weight = getattr(module, "weight", None)
-    return type(module) is nn.Linear and isinstance(weight, Tensor) and type(weight.data) is Tensor
+    return type(module) in classes and isinstance(weight, Tensor) and type(weight.data) is Tensor
 
 
 def _norm_weights(module: Any) -> Weights:
     return Weights(module.weight, eps=module.variance_epsilon)
 
 
-def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
-    """The step of a transformers model whose modules are known; None for others.
+def has_known_modules(model: Any) -> bool:
+    """Return whether all modules of a transformers model are known.
 
-    The modules' names are checked, so that one that a new version of transformers adds is not left out.
+    Their names are checked, so that a module added by a new version of transformers is not ignored.
     """
-    config = model.config
-    plain = config.model_type in _TYPES and not spec.layers and config.hidden_act == "silu"
-    if not plain or not spec.head_dim:
-        return None
+    if model.config.model_type not in _TYPES or model.config.hidden_act != "silu":
+        return False
     decoder = model.get_decoder()
     for layer in decoder.layers:
-        names = [{name for name, _ in its.named_children()} for its in (layer, layer.self_attn, layer.mlp)]
+        names = [
+            {name for name, _ in module.named_children()} for module in (layer, layer.self_attn, layer.mlp)
+        ]
         if names[0] != _LAYER or names[1] not in (_ATTENTION, _ATTENTION | _NORMS) or names[2] != _MLP:
-            return None
-    if {name for name, _ in decoder.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            return False
+    return {name for name, _ in decoder.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
+
+
+def fused_decode(model: Any, spec: ModelSpec) -> FusedDecode | None:
+    """Make the step of a transformers model whose modules are known; None for others."""
+    if spec.layers or not spec.head_dim or not has_known_modules(model):
         return None
+    decoder = model.get_decoder()
     with torch.no_grad():
         cos, _ = decoder.rotary_emb(
             decoder.norm.weight[None, None],

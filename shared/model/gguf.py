@@ -30,9 +30,10 @@ from kvferry.shared.model.checkpoint import file_digest, quiet_libraries
 from kvferry.shared.model.download import check_room
 
 _FORMAT = b"kvferry-gguf-1"
-"""Changes with what is made of a file."""
+"""Changes whenever files are converted differently."""
 _HEAD_BYTES = 64 << 20
-"""Of a large file, that its digest covers whole: vocabulary, chat template, names and places of tensors."""
+"""The beginning of a large file, which its digest covers whole: vocabulary, chat template, list of
+tensors."""
 _ENDS = ("eos", "eot", "eom")
 _ROTARY_FACTORS = "rope_freqs.weight"
 _PROBE = "kvferry"
@@ -41,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 
 def gguf_folder(file: Path, *, weights: bool) -> Path:
-    """The folder of a GGUF file's model, made if it is not there: configuration, tokenizer and chat template.
+    """Return the folder of a GGUF file's model, made if missing: configuration, tokenizer and chat template.
 
     Args: weights: also the weights, as safetensors. They have the file's dtype; quantised ones are bfloat16.
 
@@ -112,42 +113,42 @@ def _write(file: Path, folder: Path, *, weights: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, **read)
     config = AutoConfig.from_pretrained(folder, **read)
     _scale_positions(config, metadata, tensors)
-    kinds = {its.tensor_type.name for its in tensors.values()} - {"F32"}  # norms are, in any file
+    kinds = {tensor.tensor_type.name for tensor in tensors.values()} - {"F32"}  # norms are F32 in any file
     config.dtype = torch.float32 if not kinds else torch.float16 if kinds == {"F16"} else torch.bfloat16
     tokenizer.save_pretrained(folder)
     if weights:
-        num_bytes = sum(its.n_elements for its in tensors.values()) * config.dtype.itemsize
+        num_bytes = sum(tensor.n_elements for tensor in tensors.values()) * config.dtype.itemsize
         check_room(str(file), num_bytes, folder)
         _load(folder, config, read).save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    described.pop("transformers_version", None)  # or workers with another one would have another fingerprint
+    described.pop("transformers_version", None)  # the fingerprint must not depend on the version
     (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     ends = json.dumps({"eos_token_id": _ends(tokenizer, metadata)})
     (folder / "generation_config.json").write_text(ends, encoding="utf-8")
 
 
 def _read(file: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A file's metadata, and its tensors as the package gguf describes them, by name.
+    """Read a file's metadata, and its tensors as the package gguf describes them, by name.
 
-    Raises: ConfigurationError: it is not whole.
+    Raises: ConfigurationError: it is not complete.
     """
     from gguf import GGUFReader
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     try:
-        # First: the other reader goes on for as long as a broken file says, beyond its end.
+        # First, because the other reader reads as far as a broken file says, beyond its end.
         metadata, _ = read_gguf_metadata(str(file))
-        return metadata, {its.name: its for its in GGUFReader(file).tensors}
+        return metadata, {tensor.name: tensor for tensor in GGUFReader(file).tensors}
     except OSError:
         raise
-    except Exception as error:  # neither has errors of its own
+    except Exception as error:  # neither reader has its own error classes
         raise ConfigurationError(f"model {str(file)!r} is no whole GGUF file: {error}") from error
 
 
 def _load(folder: Path, config: Any, read: Mapping[str, Any]) -> Any:
-    """The model in full precision. Raises: ConfigurationError: the file lacks tensors."""
+    """Load the model in full precision. Raises: ConfigurationError: the file lacks tensors."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -163,14 +164,14 @@ def _load(folder: Path, config: Any, read: Mapping[str, Any]) -> Any:
         raise ConfigurationError(
             f"model {read['gguf_file']!r} lacks {len(missing)} tensors, {missing[0]!r} among them"
         )
-    # transformers saves no model that it has noted as quantised
+    # transformers does not save a model that it has marked as quantised
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     return model
 
 
 def _scale_positions(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Put into a configuration how a file scales rotary positions, which transformers leaves out.
+    """Add a file's scaling of rotary positions, which transformers ignores, to a configuration.
 
     Llama 3's divide each frequency by a factor of its own, as `longrope` with one table does.
 
@@ -190,12 +191,12 @@ def _scale_positions(config: Any, metadata: Mapping[str, Any], tensors: Mapping[
 
 
 def _ends(tokenizer: Any, metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end an answer: those that a file names, and the token that its chat template writes after one.
-    Files may name the end of a text alone."""
+    """Return the ids that end an answer: those that a file names, and the token that its chat template writes
+    after an answer. Files may name only the end of a text."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     with suppress(Exception):  # the template is the file's program
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         rest = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_PROBE)[2].lstrip()
-        special = {its.content: i for i, its in tokenizer.added_tokens_decoder.items() if its.special}
+        special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         ids.append(special[max(filter(rest.startswith, special), key=len)])
-    return list(dict.fromkeys(its for its in ids if isinstance(its, int)))
+    return list(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))

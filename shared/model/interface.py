@@ -28,16 +28,16 @@ class PrefillObserver(Protocol):
     """Called for each layer of a prompt's pass. May raise to stop the pass (cancellation)."""
 
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """K (post-RoPE) and V `[H_kv, P, D]` of the tokens before this pass, or None."""
+        """Return K (post-RoPE) and V `[H_kv, P, D]` of the tokens before this pass, or None."""
         ...
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """A layer's attention is done. Its K and V are released when this returns.
+        """Take a layer whose attention is done. Its K and V are released when this returns.
 
         Args:
             queries: post-RoPE `[H_kv, G, T, D]` of the new tokens, or of the last of them if the pass was
-                asked for so many; of latent rows absorbed ones, so that their products with the rows are
-                those of the model's queries and keys.
+                asked for so many; for latent rows they are absorbed, so that their products with the rows
+                equal those of the model's queries and keys.
             keys: post-RoPE `[H_kv, P + T, D]`; values likewise, of latent rows a view of the keys.
             scaling: the model's softmax scale.
         """
@@ -46,12 +46,12 @@ class PrefillObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """What a model of several ranks does with a layer's heads apart.
+    """How the ranks of a model compress and ship a layer's heads separately.
 
     Attributes:
-        plan: by which each rank compresses the layers of its heads.
-        with_rows: whether the observer is given K and V of the new tokens, too.
-        transfer: with which each rank ships the layers of its heads.
+        plan: each rank compresses the layers of its heads by it.
+        with_rows: whether the observer is also given K and V of the new tokens.
+        transfer: each rank ships the layers of its heads with it.
         question: as of `LayerInputs`.
     """
 
@@ -63,19 +63,19 @@ class Division:
 
 @runtime_checkable
 class DividingObserver(PrefillObserver, Protocol):
-    """An observer that can do with the leading rank's heads, where each rank compresses and ships its own."""
+    """An observer that needs only the leading rank's heads, as each rank compresses and ships its own."""
 
     @property
     def division(self) -> Division | None:
-        """None: `layer_done` is called, as in a model of one rank."""
+        """The division; None: `layer_done` is called, as in a model of one rank."""
         ...
 
     def compressing(self, layer: int) -> AbstractContextManager[None]:
-        """Around the leading rank's compression of a layer."""
+        """Make a context around the leading rank's compression of a layer."""
         ...
 
     def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
-        """In place of `layer_done`.
+        """Take a compressed layer, in place of `layer_done`.
 
         Args: part: what `encode_layer` has made of the leading rank's heads; rows: `[H_kv, T, D]`, of all.
         """
@@ -86,18 +86,18 @@ class DecodeAttention(Protocol):
     """Attention of one decode step with one token per sequence: appends the new K and V, then attends."""
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
-        """Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`; all as in `PrefillObserver`.
-        Returns `[B, H_kv, G, D]`, the values' channels."""
+        """Append and attend. Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`; all as in
+        `PrefillObserver`. Returns `[B, H_kv, G, D]`, the values' channels."""
         ...
 
 
 class LayerStates(Protocol):
-    """Where the states of a pass's layers come from and go to. Called for each layer with a state, in order;
-    a model's layer that also attends has its state in another layer, see `ModelSpec.layers`."""
+    """Source and destination of the states of a pass's layers. Called for each layer with a state, in order;
+    a layer of the model that also attends has its state in another layer, see `ModelSpec.layers`."""
 
     def load(self, layer: int) -> Mapping[str, Tensor] | None:
-        """The tensors of `LayerSpec.state` after the tokens before this pass, `[B, ...]`, on the device; the
-        pass changes them. None: there are no such tokens."""
+        """Return the tensors of `LayerSpec.state` after the tokens before this pass, `[B, ...]`, on the
+        device; the pass changes them. None: there are no such tokens."""
         ...
 
     def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
@@ -110,7 +110,7 @@ class LanguageModel(Protocol):
 
     Attributes:
         num_ranks: processes that run each pass together. With several, a prompt's pass can be interrupted
-            within the observer's calls only, and a step is not a function of buffers that could be captured.
+            only within the observer's calls, and a step is not a function of buffers that could be captured.
     """
 
     spec: ModelSpec
@@ -160,7 +160,7 @@ class LanguageModel(Protocol):
         ...
 
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
-        """A layer's keys before rotary positions: the output of the projection and its norm, if any.
+        """Return a layer's keys before rotary positions: the output of the projection and its norm, if any.
 
         Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1, history included.
         Returns: float32 `[H_kv, T, D]`, exact up to the rounding of `keys`.

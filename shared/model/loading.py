@@ -24,6 +24,8 @@ from kvferry.shared.model.checkpoint import (
     weight_files,
 )
 from kvferry.shared.model.flash_attention import use_flash_attention_3
+from kvferry.shared.model.fused_decode import has_known_modules
+from kvferry.shared.model.narrow import multiplies_in_bfloat16, narrow
 from kvferry.shared.model.parallel.ranks import Ranks
 from kvferry.shared.model.probe import probed_model
 from kvferry.shared.model.quantised import check_quantisation, find_quantisation
@@ -46,10 +48,11 @@ def load_model(
         path_or_id: as `resolve_model_path` takes it.
         name: public model id; the folder's or id's last part if empty.
         device: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". Of
-            quantised weights "auto" is the checkpoint's own, but for those of compressed-tensors.
+        dtype: "auto" (float32 on CPU, the checkpoint's own on CUDA), "float32", "float16" or "bfloat16". For
+            quantised weights "auto" is the checkpoint's own, except with compressed-tensors. With "auto" the
+            products of a checkpoint in bfloat16 may use bfloat16 on a CPU, too (`narrow.py`).
         max_model_len: context window in tokens; 0 takes the model's own.
-        ranks: load one rank's part of the model, of which the spec then is; its passes need all ranks.
+        ranks: load one rank's part of the model, which the spec then describes; its passes need all ranks.
 
     Raises:
         ConfigurationError: there is no such model, device or dtype, or its weights are incomplete.
@@ -65,11 +68,12 @@ def load_model(
         quantised = find_quantisation(config)
         if quantised is not None:
             check_quantisation(config, quantised, device=target, dtype=dtype)
+        text_config, is_narrow = config.get_text_config(), False
+        # before the weights are loaded, which changes the configuration's dtype to the compute dtype
+        own_dtype = _own_dtype(config)
         if dtype == "auto" and target.type == "cpu" and (quantised is None or quantised.takes_any_dtype):
             dtype = "float32"
-        # before the weights, with which the configuration gets the compute dtype
-        own_dtype = _own_dtype(config)
-        text_config = config.get_text_config()
+            is_narrow = own_dtype == "bfloat16" and quantised is None and multiplies_in_bfloat16()
         own_len = int(getattr(text_config, "max_position_embeddings", None) or 0)
         layers = check_config(config, max_model_len=max_model_len or own_len)
         if ranks is not None:
@@ -85,6 +89,8 @@ def load_model(
         if quantised is not None and quantised.method == "compressed-tensors":
             keep_compressed(model)
         adapt(model)
+        if is_narrow and has_known_modules(model):
+            narrow(model)
         if ranks is not None:
             ranks.loaded()
         loaded_dtype = dtype_name(model.dtype)
@@ -107,7 +113,7 @@ def load_model(
 
 
 def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
-    """The dtype of a checkpoint's weights according to its configuration; no weights are loaded.
+    """Return the dtype of a checkpoint's weights according to its configuration; no weights are loaded.
 
     Raises:
         ConfigurationError: there is no such model, or its configuration names another dtype or none.
@@ -119,7 +125,7 @@ def checkpoint_dtype(path_or_id: str | Path) -> DTypeName:
 
 
 def _own_dtype(config: Any) -> DTypeName | None:
-    """The dtype that a configuration names; None if it names none that models may have."""
+    """Return the dtype that a configuration names; None if it names none that models may have."""
     with suppress(ConfigurationError):
         return dtype_name(config.dtype or config.get_text_config().dtype)
     return None
@@ -138,7 +144,7 @@ def _load_config(folder: Path, path_or_id: str) -> Any:
         raise UnsupportedModel(
             f"model {path_or_id!r} is of a type that transformers does not know without its own code: {error}"
         ) from error
-    except Exception as error:  # each type's configuration has checks of its own
+    except Exception as error:  # each type's configuration has its own checks
         raise ConfigurationError(f"config.json of {path_or_id!r} is not valid: {error}") from error
 
 
@@ -182,7 +188,7 @@ def _load_weights(
 
 
 def _distributed_config(num_ranks: int) -> Any:
-    """transformers' configuration of so many ranks.
+    """Make transformers' configuration of `num_ranks` ranks.
 
     Raises: ConfigurationError: transformers is too old.
     """
@@ -198,7 +204,7 @@ def _distributed_config(num_ranks: int) -> Any:
 
 
 def _use_local_weights(model: Any) -> None:
-    """Replace the linear modules' distributed tensors by this rank's part, which spares a conversion in every
+    """Replace the linear modules' distributed tensors by this rank's part, which saves a conversion in every
     call. transformers' own hooks of these modules exchange what is needed."""
     from torch.distributed.tensor import DTensor
 
@@ -221,8 +227,8 @@ def _resolve_device(device: str) -> torch.device:
 
 
 def _prepare_cuda(device: torch.device) -> None:
-    """Set up the process for our kernels and for prompts of always new lengths."""
-    # Triton launches on the thread's current device, which is what "cuda" without a number means.
+    """Set up the process for our kernels and for prompts of ever new lengths."""
+    # Triton launches on the thread's current device; "cuda" without a number means that device.
     if device.index is not None:
         torch.cuda.set_device(device)
     # On the newest GPUs torch prefers cuDNN's attention, which builds and caches a plan for every length.
@@ -239,7 +245,7 @@ def _make_rope_static(config: Any, max_model_len: int) -> str:
     the original one, else the short one.
 
     Deviation: transformers takes the long table for sequences beyond the original window only; so with a
-    longer window, shorter sequences differ from it. (vLLM does the same.)
+        longer window, shorter sequences differ from transformers. (vLLM does the same.)
 
     Returns: what was chosen, which is part of the model's identity; "" if there was no choice.
     """

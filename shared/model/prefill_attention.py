@@ -1,8 +1,7 @@
 """Prefill's attention: new tokens attend to the history and, causally, to one another.
 
 Called by `bridge.py` in every layer. Without windows, soft-capping and sinks torch's own attention runs;
-otherwise some queries at a time. Everything is computed in operations that are not long, so that another
-prompt can run between them.
+otherwise some queries at a time. All operations are short, so that another prompt can run between them.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _EXPANDED_CHANNELS = 1 << 26
 _CPU_PAIRS, _CUDA_PAIRS = 1 << 23, 1 << 36
 """Pairs of a query and a key, over all heads, that one operation may compute: up to about 0.05 s."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What torch's attention runs on a CPU. Returns also the logarithm of the softmax's sum, `[B, H, T]`."""
+"""The function that torch's attention runs on a CPU. It also returns the softmax's log-sum, `[B, H, T]`."""
 
 
 def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, layer: LayerSpec
 ) -> Tensor:
-    """Attention of a layer's new tokens.
+    """Compute the attention of a layer's new tokens.
 
     Args: query `[1, H, T, D]`; key and value `[1, H_kv, S, D]`, S >= T, from the prompt's first token on.
     Returns: `[1, H, T, D]`.
@@ -44,7 +43,7 @@ def prefill_attention(
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: Scaling, layer: LayerSpec
 ) -> Tensor:
-    """The same for any layer and softmax, for a chunk of queries at a time, with a mask of that chunk."""
+    """Compute the same for any layer and softmax, one chunk of queries at a time, with that chunk's mask."""
     softmax = scaling if isinstance(scaling, Softmax) else None
     num_kv_heads, num_keys = key.shape[1:3]
     group, start = query.shape[1] // num_kv_heads, num_keys - query.shape[2]
@@ -81,7 +80,7 @@ def _masked_attention(
 def expanded_attention(
     query: Tensor, rows: Tensor, latent: Latent, scaling: Scaling, layer: LayerSpec
 ) -> Tensor:
-    """`prefill_attention` to latent rows' expanded keys and values, of some heads at a time.
+    """Compute `prefill_attention` to latent rows' expanded keys and values, of some heads at a time.
 
     Keys and values may have different numbers of channels; the narrower get zeros.
 
@@ -95,7 +94,7 @@ def expanded_attention(
         key, value = latent.expand(rows, heads)
         queries, value_dim = query[:, heads], value.shape[2]
         if key_dim < value_dim:
-            queries, key = (pad(its, (0, value_dim - key_dim)) for its in (queries, key))
+            queries, key = (pad(tensor, (0, value_dim - key_dim)) for tensor in (queries, key))
         elif value_dim < key_dim:
             value = pad(value, (0, key_dim - value_dim))
         attended = prefill_attention(queries, key[None], value[None], scaling, layer)
@@ -104,8 +103,8 @@ def expanded_attention(
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """softmax(scaling * Q K^T) V, the last query attending to every key, without a T x S mask or score
-    matrix. Computed in several operations if it takes long, so that another prompt can run between them.
+    """Compute softmax(scaling * Q K^T) V, the last query attending to every key, without a T x S mask or
+    score matrix. Use several operations if it takes long, so that another prompt can run between them.
 
     Args: query `[1, H, T, D]`; key and value `[1, H_kv, S, D]`, S >= T.
     Returns: `[1, H, T, D]`.
@@ -125,7 +124,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
 
 
 def _attention_by_heads(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attention in one call, or if that takes long, in several for some KV heads each."""
+    """Compute attention in one call, or if that takes long, in several for some KV heads each."""
     num_kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
     step = max(1, _CUDA_PAIRS // (group * query.shape[2] * key.shape[2]))
     if step >= num_kv_heads:
@@ -140,7 +139,7 @@ def _attention_by_heads(query: Tensor, key: Tensor, value: Tensor, **options: An
 
 
 def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention in one call, or of a block of queries and one KV head at a time, or one head if it is long.
+    """Compute attention in one call, or of a block of queries and one KV head at a time, or one head if long.
 
     A block attends to the keys before it and, causally, to its own. The two are joined by their shares of the
     softmax's sum, `e^lse`. With a mask instead, torch's kernel would take half as long again.
@@ -153,7 +152,7 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
     step = group if group * block * num_keys <= _CPU_PAIRS else 1
     output = torch.empty_like(query)
     for head in range(0, num_heads, step):
-        keys, values = (its[:, head // group, None].expand(-1, step, -1, -1) for its in (key, value))
+        keys, values = (tensor[:, head // group, None].expand(-1, step, -1, -1) for tensor in (key, value))
         for begin in range(0, num_queries, block):
             rows, own = slice(begin, begin + block), slice(history + begin, history + begin + block)
             queries = query[:, head : head + step, rows]

@@ -20,9 +20,9 @@ _MAX_PROBE_TOKENS = 8
 
 
 def probed_model(model: Any, spec: ModelSpec) -> TransformersModel:
-    """A transformers model that uses our attention, with what a few tokens show of it.
+    """Return a transformers model that uses our attention, with its spec as measured by a few tokens.
 
-    Args: spec: its head counts and sizes, the vocabulary's, and what layers say of calls are measured.
+    Args: spec: its head counts and sizes, the vocabulary's size, and layers' calls of attention are measured.
 
     Raises: UnsupportedModel if not every layer that attends calls our attention once, in order, or another
         one has its state elsewhere than in transformers' cache.
@@ -34,13 +34,13 @@ def probed_model(model: Any, spec: ModelSpec) -> TransformersModel:
 
 
 class _ProbePass(AttentionPass):
-    """Records what each layer's attention is called with, and the states: implements `LayerStates`, too.
+    """Records the arguments of each layer's attention, and the states; also implements `LayerStates`.
 
     Attention returns zeros, so that a token's key depends on the token and its position alone, in every
-    layer; of a model with states, if each token is a sequence of its own.
+    layer; for a model with states, if each token is a sequence by itself.
 
     Attributes:
-        calls: the layer, its heads and what else a call says of it, and the keys `[H_kv, T, D]`.
+        calls: the layer, its heads, its other properties shown by the call, and the keys `[H_kv, T, D]`.
         stored: the states after the pass.
     """
 
@@ -72,7 +72,7 @@ class _ProbePass(AttentionPass):
 
 
 def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
-    """The spec as measured, and each layer's keys `[H_kv, 2n, D]` of n tokens, each at two positions."""
+    """Measure the spec, and each layer's keys `[H_kv, 2n, D]` of n tokens, each at two positions."""
     spec = model.spec
     num_tokens = min(_MAX_PROBE_TOKENS, spec.max_model_len // 2)
     step = spec.vocab_size // (num_tokens + 1)
@@ -92,7 +92,7 @@ def _measured(model: TransformersModel) -> tuple[ModelSpec, dict[int, Tensor]]:
             f"{list(spec.row_layers)}; it must be called through transformers' attention interface once in "
             "every such layer, in order"
         )
-    # without layers that attend, one head of one channel, of which nothing is stored
+    # without layers that attend: one head of one channel, for which nothing is stored
     own = current.calls[0][1] if called else Heads(num_kv_heads=1, group_size=1, head_dim=1)
     layers = [spec.layer(layer) for layer in range(spec.num_layers)]
     for layer, heads, said, _ in current.calls:

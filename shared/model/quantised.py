@@ -1,8 +1,8 @@
 """Checkpoints with quantised weights: what they are called, and what loading them needs.
 
 Called by `loading.py` before weights are read. transformers loads such weights with the library that made
-them, straight to the device. Refused are those whose library is missing, and those that transformers would
-expand to full precision on this device.
+them, straight to the device. Weights are refused if their library is missing, or if transformers would expand
+them to full precision on this device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _QUANT = "'kvferry[quant]'"
 
 @dataclass(frozen=True)
 class _Library:
-    """What loads weights of one kind.
+    """The library that loads weights of one kind.
 
     Attributes:
-        modules: that must be installed.
-        packages: that have them, as pip takes them.
+        modules: those that must be installed.
+        packages: those that have the modules, as pip takes them.
     """
 
     modules: tuple[str, ...]
@@ -72,12 +72,12 @@ class Quantisation:
 
     @property
     def takes_any_dtype(self) -> bool:
-        """Whether the model may compute in another dtype than the one in which its weights were made."""
+        """Return whether the model may compute in another dtype than that in which its weights were made."""
         return self.method == "compressed-tensors"
 
 
 def find_quantisation(config: Any) -> Quantisation | None:
-    """How the weights are quantised according to a transformers configuration; None if they are not."""
+    """Find how the weights are quantised according to a transformers configuration; None if they are not."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -103,32 +103,32 @@ def _data_types(method: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _of_groups(groups: list[Mapping[str, Any]], part: str) -> list[str]:
-    """The data types of a part of compressed-tensors' groups, each once."""
-    parts = [its.get(part) or {} for its in groups]
-    return list(dict.fromkeys(f"{its['type']}{its['num_bits']}" for its in parts if "num_bits" in its))
+    """Return the data types of a part of compressed-tensors' groups, each once."""
+    parts = [group.get(part) or {} for group in groups]
+    return list(dict.fromkeys(f"{each['type']}{each['num_bits']}" for each in parts if "num_bits" in each))
 
 
-def check_quantisation(config: Any, its: Quantisation, *, device: torch.device, dtype: str) -> None:
+def check_quantisation(config: Any, quantisation: Quantisation, *, device: torch.device, dtype: str) -> None:
     """Check that the weights can be loaded as they are.
 
     Args:
-        config: a transformers configuration; scales that it has for a quantised KV cache are taken out,
-            because KV is stored as the request's method has it.
+        config: a transformers configuration; its scales for a quantised KV cache are removed, because KV is
+            stored as the request's method says.
         dtype: as `load_model` takes it.
 
     Raises:
-        ConfigurationError: a package is missing, the message has the command that installs it; or the dtype
-            is another than the weights'.
+        ConfigurationError: a package is missing (the message has the command that installs it), or the dtype
+            differs from the weights'.
         UnsupportedModel: transformers does not know them, or would expand them on this device.
     """
-    _check_installed(its)
-    if its.method == "bitsandbytes":  # warns in every matrix product of int8 weights
+    _check_installed(quantisation)
+    if quantisation.method == "bitsandbytes":  # warns in every matrix product of int8 weights
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     own = str(config.dtype or config.get_text_config().dtype or "").removeprefix("torch.")
-    if not its.takes_any_dtype and own in TORCH_DTYPES and dtype not in ("auto", own):
+    if not quantisation.takes_any_dtype and own in TORCH_DTYPES and dtype not in ("auto", own):
         raise ConfigurationError(
-            f"dtype is {dtype!r}; weights quantised by {its.method} are computed with in the dtype in which "
-            f"they were made; it must be auto or {own}"
+            f"dtype is {dtype!r}; weights quantised by {quantisation.method} are computed with in the dtype "
+            f"in which they were made; it must be auto or {own}"
         )
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -140,30 +140,30 @@ def check_quantisation(config: Any, its: Quantisation, *, device: torch.device, 
         quantizer.validate_environment(device_map={"": device})
     except ImportError as error:
         raise ConfigurationError(
-            f"the weights are quantised ({its.kind}), and a package for them is missing: {error}"
+            f"the weights are quantised ({quantisation.kind}), and a package for them is missing: {error}"
         ) from error
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError) as error:
         raise UnsupportedModel(
-            f"the weights are quantised ({its.kind}), which does not load on {device}: {error}"
+            f"the weights are quantised ({quantisation.kind}), which does not load on {device}: {error}"
         ) from error
     if getattr(quantizer.quantization_config, "dequantize", False):
         raise UnsupportedModel(
-            f"the weights are quantised ({its.kind}), which transformers can not compute with on {device} "
-            "and would expand to full precision; use a checkpoint in full precision or one of "
+            f"the weights are quantised ({quantisation.kind}), which transformers can not compute with on "
+            f"{device} and would expand to full precision; use a checkpoint in full precision or one of "
             "compressed-tensors, torchao or bitsandbytes, or for fp8 a GPU of compute capability 8.9"
         )
 
 
-def _check_installed(its: Quantisation) -> None:
-    library = LIBRARIES.get(its.method)
+def _check_installed(quantisation: Quantisation) -> None:
+    library = LIBRARIES.get(quantisation.method)
     if library is None:
         raise UnsupportedModel(
-            f"the weights are quantised by {its.method!r}, which is not supported; supported are "
+            f"the weights are quantised by {quantisation.method!r}, which is not supported; supported are "
             f"{', '.join(LIBRARIES)}"
         )
     missing = [name for name in library.modules if find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"the weights are quantised ({its.kind}), and {', '.join(missing)} is not installed; install it "
-            f"with: pip install {library.packages}"
+            f"the weights are quantised ({quantisation.kind}), and {', '.join(missing)} is not installed; "
+            f"install it with: pip install {library.packages}"
         )

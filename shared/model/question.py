@@ -1,4 +1,4 @@
-"""Where a chat's prompt has its question: its last message, before what the template writes after it.
+"""Finds the question in a chat's prompt: its last message, before what the template writes after it.
 
 Methods that score by a prompt's last queries take those of the question (`LayerInputs.observing`). Place in
 the request's path: the router finds it in a prompt that it has tokenized, and tells prefill.
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from kvferry.shared.model.tokenizer import ChatTokenizer
 
 _MOST_CHARACTERS = 16 << 10
-"""Of a question, those that are tokenized: about as many tokens as the largest window of a method."""
+"""The characters of a question that are tokenized: about the largest window of a method in tokens."""
 _MOST_AFTER_CHARACTERS = 256
-"""Of what the template writes after it. Marks of a message's end and an answer's beginning have some 60."""
+"""The characters that the template may write after it: marks of a message's end and an answer's beginning,
+about 60."""
 _EARLIER_CHARACTERS = 64
-"""Of each earlier message, where the template is rendered for the question alone."""
+"""The characters kept of each earlier message, where the template is rendered only for the question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Question:
     num_after: int
 
     def before(self, num_dropped: int) -> Question | None:
-        """The question of the prompt without its last tokens; None if nothing is left of it."""
+        """Return the question of the prompt without its last tokens; None if nothing is left of it."""
         num_tokens = self.num_tokens - max(num_dropped - self.num_after, 0)
         if num_tokens < 1:
             return None
@@ -49,11 +50,11 @@ def find_question(
     inputs: TemplateInputs = NO_INPUTS,
 ) -> Question | None:
     """Find a conversation's question at the end of its prompt: the last message, if a user's, or the results
-    of tools that it ends with. White space around them is none of it.
+    of tools that it ends with. White space around it is not part of it.
 
-    The template is rendered again with a mark before and after the question, and what it then has from the
-    first mark on is tokenized and compared with the prompt's end. That is done with a part of long messages,
-    so that the time does not depend on their lengths.
+    The template is rendered again with a mark before and after the question, and its text from the first mark
+    on is tokenized and compared with the prompt's end. Long messages are shortened for this, so that the time
+    does not depend on their lengths.
 
     Args: messages, inputs: as of `ChatTokenizer.render`; token_ids: the prompt, up to the beginning of the
         next assistant message.

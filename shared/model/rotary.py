@@ -22,7 +22,7 @@ from kvferry.shared.model.adapters.layers import decoder_of
 Layout = Literal["halves", "interleaved"]
 """The channels of pair j of R rotated channels: (j, j + R/2), or (2j, 2j + 1)."""
 Angles = Literal["halves", "interleaved", "once"]
-"""Where the embedding gives a pair's angle: at both its channels, or once."""
+"""How the embedding gives a pair's angle: at both its channels, or once."""
 
 _ROTARY = ("rotary_emb", "pos_emb")
 """Names of a decoder's rotary embedding."""
@@ -42,8 +42,8 @@ class KeyRotation:
         rotary: the model's rotary embedding module; None if it has none.
         rotated: the layers whose keys are rotated at all.
         layer_types: one per layer if the embedding depends on it, else None.
-        angles, channels: layouts of the embedding's cosines and of the channels they apply to. They are known
-            from the start, because to look at a layer's cosines would be to wait for the device.
+        angles, channels: layouts of the embedding's cosines and of the channels they apply to. They are
+            determined at the start, because looking at a layer's cosines would wait for the device.
         is_reversed: whether angles count the other way round.
         first_channel: the first rotated one; latent rows have their rotary channels last.
     """
@@ -57,7 +57,8 @@ class KeyRotation:
     first_channel: int = 0
 
     def undo(self, layer: int, keys: Tensor) -> Tensor:
-        """Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32 `[H_kv, T, D]`."""
+        """Undo the rotation. Args: keys: post-RoPE `[H_kv, T, D]` at positions 0 to T - 1. Returns: float32
+        `[H_kv, T, D]`."""
         if layer not in self.rotated:
             return keys.to(torch.float32, copy=True)
         assert self.rotary is not None, "keys are rotated without a rotary embedding"
@@ -84,7 +85,7 @@ class KeyRotation:
 def find_key_rotation(
     model: Any, keys: Mapping[int, Tensor], *, first_channel: int = 0
 ) -> KeyRotation | None:
-    """The rotation of a model's keys, or None if it cannot be undone.
+    """Find the rotation of a model's keys; None if it cannot be undone.
 
     The probe's key of a token depends on the position only through the rotation. So the right layout is the
     one in which each token has the same key at two positions, in every layer.
@@ -95,9 +96,9 @@ def find_key_rotation(
         first_channel: as of `KeyRotation`.
     """
     decoder = decoder_of(model)
-    rotary = next((its for name in _ROTARY if (its := getattr(decoder, name, None)) is not None), None)
+    rotary = next((module for name in _ROTARY if (module := getattr(decoder, name, None)) is not None), None)
     tolerance = _TOLERANCE[model.dtype]
-    rotated = {layer for layer, its in keys.items() if not _is_position_free(its.float(), tolerance)}
+    rotated = {layer for layer, tensor in keys.items() if not _is_position_free(tensor.float(), tolerance)}
     if not rotated:
         return KeyRotation()
     if not isinstance(rotary, nn.Module):
@@ -108,7 +109,7 @@ def find_key_rotation(
     first = min(rotated)
     cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
     layouts: tuple[Layout, ...] = get_args(Layout)
-    angles: Angles = next((its for its in layouts if _is_twice(cos, its)), "once")
+    angles: Angles = next((layout for layout in layouts if _is_twice(cos, layout)), "once")
     width = 2 * cos.shape[1] if angles == "once" else cos.shape[1]
     if not 2 <= width <= keys[first].shape[2] - first_channel or width % 2:
         return None
@@ -122,29 +123,30 @@ def find_key_rotation(
             is_reversed=is_reversed,
             first_channel=first_channel,
         )
-        if all(_is_position_free(rotation.undo(i, its), tolerance) for i, its in keys.items()):
+        if all(_is_position_free(rotation.undo(i, tensor), tolerance) for i, tensor in keys.items()):
             return rotation
     return None
 
 
 def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
-    """float32 `[T, R]` each, or `[T, R / 2]`, at positions 0 to T - 1, rounded as in the keys' dtype."""
+    """Return cosines and sines, float32 `[T, R]` each or `[T, R / 2]`, at positions 0 to T - 1, rounded as in
+    the keys' dtype."""
     positions = torch.arange(keys.shape[1], device=keys.device)[None]
     arguments = () if layer_type is None else (layer_type,)
     angles = rotary(keys.new_empty(1), positions, *arguments)
     if isinstance(angles, Tensor):  # Llama 4's are complex numbers, one for each pair of channels
         return angles[0].real.float(), angles[0].imag.float()
-    cos, sin = (its[0].float() for its in angles)
+    cos, sin = (part[0].float() for part in angles)
     return cos, sin
 
 
 def _is_twice(angles: Tensor, layout: Layout) -> bool:
-    """Whether each pair's angle is at both its channels in this layout."""
+    """Return whether each pair's angle is at both its channels in this layout."""
     return angles.shape[1] % 2 == 0 and torch.equal(*_pairs(angles, layout))
 
 
 def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second channel of each pair: `[..., R]` -> two of `[..., R / 2]`."""
+    """View the first and the second channel of each pair: `[..., R]` -> two of `[..., R / 2]`."""
     if layout == "interleaved":
         return channels[..., 0::2], channels[..., 1::2]
     half = channels.shape[-1] // 2
@@ -152,6 +154,6 @@ def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def _is_position_free(keys: Tensor, tolerance: float) -> bool:
-    """Whether the two halves of `[H_kv, 2n, D]` are the same keys."""
+    """Return whether the two halves of `[H_kv, 2n, D]` are the same keys."""
     first, second = keys.chunk(2, dim=1)
     return bool((first - second).norm() <= tolerance * first.norm()) and bool(first.norm() > 0)

@@ -25,7 +25,7 @@ DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTY
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    """The name of a dtype that models may have.
+    """Return the name of a dtype that models may have.
 
     Raises: ConfigurationError for any other.
     """
@@ -77,7 +77,7 @@ class LayerSpec:
 
     Attributes:
         window: W: a token attends to the last W tokens, itself included; 0: to all.
-        is_chunked: to the tokens of its own chunk of W tokens instead.
+        is_chunked: a token attends to the tokens of its own chunk of W tokens instead.
         has_plain_softmax: whether weights are a softmax of scaled products, without soft-capping and sinks.
         latent_dim: of latent rows (multi-head latent attention, MLA): how many of a key's first channels are
             the value, too. Such a row is a token's latent vector and its rotary key, which all heads share;
@@ -98,16 +98,16 @@ class LayerSpec:
 
     @property
     def state_bytes(self) -> int:
-        return sum(its.size_bytes for its in self.state)
+        return sum(tensor.size_bytes for tensor in self.state)
 
     def first_visible(self, position: int) -> int:
-        """The first token that the one at `position` attends to."""
+        """Return the first token that the token at `position` attends to."""
         if not self.window:
             return 0
         return position - position % self.window if self.is_chunked else max(0, position - self.window + 1)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Whether the tokens at positions `queries` attend to those at `keys`; bool, broadcast."""
+        """Return whether the tokens at positions `queries` attend to those at `keys`; bool, broadcast."""
         if not self.window:
             return keys <= queries
         if self.is_chunked:
@@ -115,12 +115,12 @@ class LayerSpec:
         return (keys <= queries) & (keys > queries - self.window)
 
     def num_needed(self, num_tokens: int) -> int:
-        """How many of the last of `num_tokens` tokens a later one may attend to, at least 1."""
+        """Return how many of the last of `num_tokens` tokens a later one may attend to, at least 1."""
         return max(1, num_tokens - self.first_visible(num_tokens))
 
 
 def row_names(latent_dim: int) -> tuple[str, ...]:
-    """The names of the tensors of rows: K and V, or of latent rows K alone, whose first channels are V."""
+    """Name the tensors of rows: K and V, or of latent rows K alone, whose first channels are V."""
     return ("keys",) if latent_dim else ("keys", "values")
 
 
@@ -132,7 +132,7 @@ class ModelSpec:
         name: public model id, as `GET /v1/models` shows it.
         fingerprint: hex digest over configuration, weights and compute dtype; two workers may exchange
             KV only if theirs are equal.
-        num_kv_heads, head_dim: as of `Heads`, of the first layer with rows and all that are like it.
+        num_kv_heads, head_dim: as in `Heads`, of the first layer with rows and all layers like it.
         num_heads: H_kv * G of these layers.
         max_model_len: context window in tokens, prompt plus completion.
         dtype: compute dtype, which is also the dtype of K and V.
@@ -140,7 +140,7 @@ class ModelSpec:
         weights: how the weights are stored: a dtype, or a quantisation such as "bitsandbytes nf4".
         checkpoint_dtype: the checkpoint's own, in which `full_bytes` counts; None: the compute dtype.
         layers: one per layer; empty if every layer attends to all tokens. A layer of the model that has both
-            rows and a state is two of them; those of such states come after the model's last layer.
+            rows and a state counts as two; the layers of such states come after the model's last layer.
     """
 
     name: str
@@ -161,7 +161,7 @@ class ModelSpec:
         return self.layers[layer] if self.layers else LayerSpec()
 
     def heads(self, layer: int) -> Heads:
-        """A layer's own heads, or the model's."""
+        """Return a layer's own heads, or the model's."""
         return self._heads[layer]
 
     @cached_property
@@ -176,23 +176,25 @@ class ModelSpec:
 
     @cached_property
     def row_numbers(self) -> dict[int, int]:
-        """Each of `row_layers` with its number among them."""
+        """The number of each of `row_layers` among them."""
         return {layer: number for number, layer in enumerate(self.row_layers)}
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
         """The layers with a state."""
-        return tuple(layer for layer, its in enumerate(self.layers) if its.state)
+        return tuple(layer for layer, spec in enumerate(self.layers) if spec.state)
 
     @cached_property
     def empty_layers(self) -> frozenset[int]:
         """The layers with neither rows nor a state: nothing is shipped of them."""
-        return frozenset(layer for layer, its in enumerate(self.layers) if not its.has_rows and not its.state)
+        return frozenset(
+            layer for layer, spec in enumerate(self.layers) if not spec.has_rows and not spec.state
+        )
 
     @cached_property
     def latent_dim(self) -> int:
-        """That of the layers' rows: of all layers or of none."""
-        return max((its.latent_dim for its in self.layers), default=0)
+        """The latent dimension of the layers' rows: of all layers or of none."""
+        return max((spec.latent_dim for spec in self.layers), default=0)
 
     @cached_property
     def row_names(self) -> tuple[str, ...]:
@@ -205,11 +207,11 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     def row_bytes(self, layer: int) -> int:
-        """Bytes of one K (or V, or latent) row of one KV head."""
+        """Return the bytes of one K (or V, or latent) row of one KV head."""
         return self.heads(layer).head_dim * DTYPE_BYTES[self.dtype]
 
     def layer_token_bytes(self, layer: int) -> int:
-        """Bytes of one token's full KV in one layer, over all KV heads: K and V, or a latent row."""
+        """Return one token's full KV bytes in one layer, over all KV heads: K and V, or a latent row."""
         return self._token_bytes[layer]
 
     @cached_property
@@ -221,12 +223,12 @@ class ModelSpec:
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's full KV over all layers."""
+        """The bytes of one token's full KV over all layers."""
         return sum(map(self.layer_token_bytes, self.row_layers))
 
     def full_bytes(self, num_tokens: int) -> int:
-        """Bytes that tokens after a prompt need of it without compression: KV in the checkpoint's dtype,
-        whichever the model computes in, and states."""
+        """Return the bytes that tokens after a prompt need of it without compression: KV in the checkpoint's
+        dtype, whichever the model computes in, and states."""
         rows = sum(
             self.layer(layer).num_needed(num_tokens) * self.layer_token_bytes(layer)
             for layer in self.row_layers

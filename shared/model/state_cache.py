@@ -1,8 +1,9 @@
 """transformers' cache of one pass: the states of its layers, while each layer runs.
 
 A layer with a recurrent, linear-attention or convolution state reads and writes it through the model's cache
-argument. The states are loaded when a layer begins and stored when the next one does, so that one layer's are
-in memory at a time. K and V are not cached here: attention gets the new tokens' only (`bridge.py`).
+argument. The states are loaded when a layer begins and stored when the next one does, so that only one
+layer's are in memory at a time. K and V are not cached here: attention gets the new tokens' only
+(`bridge.py`).
 """
 
 from __future__ import annotations
@@ -41,20 +42,22 @@ class StateCache(Cache):
         self.attending: int | None = None
 
     def finish(self) -> None:
-        """After the pass, and before another layer: store the state of the layer that has run."""
+        """Store the state of the layer that has run; called before another layer and after the pass."""
         layer, self._current = self._current, None
         if layer is None:
             return
         cached = self._layer(layer)
-        states = {f"{_CONV}{i}": its for i, its in cached.conv_states.items() if its is not None}
-        states |= {f"{_RECURRENT}{i}": its for i, its in cached.recurrent_states.items() if its is not None}
+        states = {f"{_CONV}{i}": tensor for i, tensor in cached.conv_states.items() if tensor is not None}
+        states |= {
+            f"{_RECURRENT}{i}": tensor for i, tensor in cached.recurrent_states.items() if tensor is not None
+        }
         cached.conv_states = dict.fromkeys(cached.conv_states)
         cached.recurrent_states = dict.fromkeys(cached.recurrent_states)
         if self._states is not None:
             self._states.store(self._numbers[layer], states)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """See `Cache.update`; returns what it is given."""
+        """See `Cache.update`; return the arguments as they are."""
         if self._current != layer_idx:
             self.finish()
         self.attending = layer_idx
@@ -81,7 +84,7 @@ class StateCache(Cache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """MiniMax's name of a layer's recurrent state."""
+        """Return a layer's recurrent state, under MiniMax's name."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:

@@ -23,7 +23,7 @@ PARALLEL_TYPES = frozenset((
     "mixtral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
 ))  # fmt: skip
-"""Those that tests check in several ranks against one. `docs/models.md` lists them."""
+"""The model types that tests compare in several ranks with one. `docs/models.md` lists them."""
 MODEL_TYPES = PARALLEL_TYPES | frozenset((
     "afmoe", "axk1", "bailing_hybrid", "bamba", "bitnet", "deepseek_v2", "deepseek_v3", "falcon_h1",
     "falcon_mamba", "flex_olmo", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "gpt_oss",
@@ -96,7 +96,7 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
         return "ALiBi positions in layer 0"
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        # of models with states, some have no positions at all
+        # some models with states have no positions at all
         no_rope = "no rotary positions in its configuration (rope_parameters) in layer 0"
         return None if state_layers(config) else no_rope
     # one set for all layers, or one for each type of layer
@@ -123,9 +123,9 @@ def _unsupported_feature(config: Any, max_model_len: int) -> str | None:
 
 
 def state_layers(config: Any) -> dict[int, int]:
-    """The layers of the model that have a state: each with its number in `layer_specs`.
+    """Return the layers of the model that have a state, each with its number in `layer_specs`.
 
-    Those that attend, too, have their state in a layer of its own, after the model's last layer.
+    Layers that also attend have their state in a separate layer, after the model's last layer.
     """
     kinds = getattr(config, "layer_types", None) or []
     both = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
@@ -137,7 +137,7 @@ def state_layers(config: Any) -> dict[int, int]:
 
 
 def layer_specs(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
-    """One per layer, the states of which are not known yet; empty if every layer attends to all tokens.
+    """Return one spec per layer, with states not known yet; empty if every layer attends to all tokens.
 
     Args:
         config: a transformers text configuration.

@@ -13,7 +13,7 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 256
-"""Bytes that are no character after this many tokens are output as they are; this bounds a step's work."""
+"""Bytes that form no character after this many tokens are output as they are; this bounds a step's work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,14 @@ class TextAssembler:
         return TextDelta(text=self._release(), stopped=self._stopped, token_text=token_text)
 
     def token_text(self, token_id: int) -> str:
-        """What a token would add if it came next, an unfinished character as U+FFFD (for alternatives)."""
+        """Return the text that a token would add next, an unfinished character as U+FFFD (for
+        alternatives)."""
         if self._is_silent(token_id):
             return ""
         return self._beyond_context(self._decode([*self._window, token_id]))
 
     def flush(self) -> str:
-        """The text held back, at the completion's end: unfinished characters as U+FFFD, cut before a stop."""
+        """Return the text held back at the end: unfinished characters as U+FFFD, cut before a stop."""
         if self._stopped:
             return ""
         self._undelivered += self._beyond_context(self._decode(self._window))
@@ -126,7 +127,7 @@ class TextAssembler:
     def _beyond_context(self, text: str) -> str:
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        # Only after bytes were output that are no character: the next token can change the last one's text.
+        # Only after output of bytes that form no character: the next token can change the last one's text.
         return text
 
     def _release(self) -> str:
@@ -151,5 +152,5 @@ class TextAssembler:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of the text that begins the stop string, short of all of it."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -3,8 +3,8 @@
 Prompts of ordinary text have exactly the ids of `apply_chat_template`. There is one exception: if a message's
 content spells a special token (`<|end|>`), the rendered text is split inside that spelling and the pieces are
 tokenized separately, so that it stays text and cannot fake a message's end. The same holds for other added
-tokens that the template writes (`<|User|>` of some models), except in answers, which may have thoughts. What
-the tokenizer's normalizer makes such a spelling (NFKC makes U+FF1C a `<`) is one, too.
+tokens that the template writes (`<|User|>` of some models), except in answers, which may have thoughts. Text
+that the tokenizer's normalizer turns into such a spelling (NFKC turns U+FF1C into `<`) counts as one, too.
 Markers that a template writes as plain text (`[INST]`) cannot be told from content; they are not protected.
 
 Tokenizing a generated text does not always give the token ids that were generated. The prompt of a session's
@@ -39,9 +39,9 @@ from kvferry.shared.model.checkpoint import quiet_libraries, read_eos_token_ids,
 from kvferry.shared.model.tokenizer_file import composes, has_decoder, longest_token
 
 _DECODED_AT_ONCE = 1000
-"""So many ids become text in less than 0.1 ms, for which a call may have Python's lock."""
+"""This many ids become text in less than 0.1 ms; for that long a call may hold Python's lock."""
 _MOST_COMPOSED = 4
-"""Characters that Unicode's composition makes one of."""
+"""The most characters that Unicode's composition turns into one."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -49,9 +49,9 @@ class ChatTokenizer:
     """A model's tokenizer and chat template. Immutable; safe to share between threads.
 
     Attributes:
-        decode_one: as `decode` of one id alone.
-        partial_bytes: a token's bytes where it begins or ends within a character; None where its text has all
-            of it.
+        decode_one: `decode` of a single id.
+        partial_bytes: a token's bytes where it begins or ends within a character; None where its text is
+            complete.
 
     Args:
         tokenizer: a transformers tokenizer with a fast backend.
@@ -71,7 +71,9 @@ class ChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.eos_token_ids = eos_token_ids
-        self.template = ChatTemplate(tokenizer, [self._backend.id_to_token(its) for its in eos_token_ids])
+        self.template = ChatTemplate(
+            tokenizer, [self._backend.id_to_token(token_id) for token_id in eos_token_ids]
+        )
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         data = json.loads(self._backend.to_str())
@@ -86,11 +88,11 @@ class ChatTokenizer:
         normalizer = self._backend.normalizer
         self._spelled_special = Spellings.of([t for t in markers.values() if t.special], normalizer)
         self._spelled_marker = Spellings.of([*markers.values()], normalizer)
-        """Also added tokens that the template writes: in some models those of roles are not special."""
+        """Includes added tokens that the template writes: in some models those of roles are not special."""
 
     @classmethod
     def load(cls, path: str | Path) -> ChatTokenizer:
-        """Load that of a model, as `resolve_model_path` takes it; no weights are read.
+        """Load a model's tokenizer; `path` is as `resolve_model_path` takes it. No weights are read.
 
         Raises:
             ConfigurationError: no tokenizer there.
@@ -109,8 +111,8 @@ class ChatTokenizer:
             raise ConfigurationError(f"model {str(path)!r} has no tokenizer that loads: {error}") from error
 
     def for_grammars(self) -> str:
-        """The contents of `tokenizer.json`, with names that no text spells for `marks`. A grammar's text is
-        then never one of them, which it could not allow."""
+        """Return the contents of `tokenizer.json`, with names for `marks` that no text spells. A grammar's
+        text is then never one of the marks, which it could not allow."""
         data = json.loads(self._backend.to_str())
         names = {text: f"<\ufdd1{i}>" for text, i in self.marks.items()}
         for token in data["added_tokens"]:
@@ -126,7 +128,7 @@ class ChatTokenizer:
 
     @cached_property
     def marks(self) -> Mapping[str, int]:
-        """Spellings of the added tokens that grammars take for no text: special ones, and those in angle
+        """The spellings of the added tokens that are not text in grammars: special ones, and those in angle
         brackets."""
         added = self._backend.get_added_tokens_decoder().items()
         return {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content, re.DOTALL)}
@@ -152,7 +154,7 @@ class ChatTokenizer:
         return None
 
     def encode(self, text: str, *, add_special: bool = True, max_model_len: int | None = None) -> list[int]:
-        """Ids of a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
+        """Tokenize a plain prompt (/v1/completions): the tokenizer parses special tokens and adds its own.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
@@ -163,14 +165,15 @@ class ChatTokenizer:
         return self._ids(text, add_special_tokens=add_special)
 
     def least_tokens(self, text: str) -> int:
-        """A number that the text's tokens are not below, by its length alone; 0 where that says nothing."""
+        """Return a lower bound of the text's tokens, by its length alone; 0 where that tells nothing."""
         if self._longest is None:
             return 0
         most = self._longest if not self._shrinks or text.isascii() else self._longest * _MOST_COMPOSED
         return -(-len(text) // most)
 
     def _check_length(self, pieces: Sequence[str], max_model_len: int | None, param: str) -> None:
-        """Raises: ContextLengthExceeded: a context of `max_model_len` cannot hold these and a token more."""
+        """Check lengths. Raises: ContextLengthExceeded: a context of `max_model_len` cannot hold them plus
+        one."""
         if max_model_len is None or self._longest is None:
             return
         if (least := sum(map(self.least_tokens, pieces))) >= max_model_len:
@@ -181,11 +184,11 @@ class ChatTokenizer:
             )
 
     def spelling(self, token_id: int) -> str:
-        """The id's entry in the vocabulary; empty for ids of a padded one."""
+        """Return the id's entry in the vocabulary; empty for padding ids."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
-        """Text of ids, by default without special tokens; spaces are not cleaned up."""
+        """Return the text of ids, by default without special tokens; spaces are not cleaned up."""
         skips = not shows_special
         if len(token_ids) > _DECODED_AT_ONCE:  # see `_ids`
             return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skips)[0])
@@ -195,12 +198,12 @@ class ChatTokenizer:
         return self.decode((token_id,), shows_special=shows_special)
 
     def token_id(self, text: str) -> int | None:
-        """The added token with this spelling; None if it is not one."""
+        """Return the id of the added token with this spelling; None if there is none."""
         found = self._backend.token_to_id(text)
         return found if found in self._backend.get_added_tokens_decoder() else None
 
     def special_parts(self, text: str) -> list[str | int]:
-        """A text in pieces: the ids of the `marks` that it spells, and the texts between them."""
+        """Split a text into pieces: the ids of the `marks` that it spells, and the texts between them."""
         if not self.marks:
             return [text]
         spelled = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True)))
@@ -214,13 +217,13 @@ class ChatTokenizer:
         continues: bool = False,
         max_model_len: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation up to the beginning of the next assistant message.
+        """Return the ids of a conversation up to the beginning of the next assistant message.
 
         Args: continues: up to the end of the last message, an answer that goes on.
 
         Raises:
             InvalidRequest: the template refuses it or cannot show it.
-            ContextLengthExceeded: what the template makes of it is too long for `max_model_len`.
+            ContextLengthExceeded: the rendered text is too long for `max_model_len`.
         """
         text, marker = self.render_text(messages, inputs, continues)
         return self.encode_rendered(text, marker, max_model_len)
@@ -235,7 +238,7 @@ class ChatTokenizer:
         continues: bool = False,
         max_model_len: int | None = None,
     ) -> list[int] | None:
-        """Ids of what the template writes after the content of one message.
+        """Return the ids of what the template writes after the content of one message.
 
         Args:
             last_token_id: the token before. If it is an end-of-sequence id that the template would write
@@ -262,7 +265,7 @@ class ChatTokenizer:
         return self.encode_rendered(rest, marker, max_model_len)
 
     def is_silent(self, token_id: int, *, shows_special: bool = False) -> bool:
-        """Whether the id adds no text: special tokens, and ids of a padded vocabulary.
+        """Return whether the id adds no text: special tokens, and ids of a padded vocabulary.
 
         Args: shows_special: only those special tokens that end a completion.
         """
@@ -270,7 +273,7 @@ class ChatTokenizer:
         return token_id in silent or self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Whether the token is one byte of a sequence that can only be decoded as a whole."""
+        """Return whether the token is one byte of a sequence that can only be decoded as a whole."""
         if not self._has_byte_fallback:
             return False
         token = self._backend.id_to_token(token_id)
@@ -279,7 +282,7 @@ class ChatTokenizer:
     def render_text(
         self, messages: Sequence[Message], inputs: TemplateInputs, continues: bool
     ) -> tuple[str, str]:
-        """The template's text, and the marker at which it must be split before tokenizing."""
+        """Return the template's text, and the marker at which it must be split before tokenizing."""
         self.template.check(messages)
         marker = unused(
             [*messages, *({"content": "", "tool": tool, "": ""} for tool in inputs.tools)], "\ufdd0"
@@ -288,7 +291,7 @@ class ChatTokenizer:
             {name: self._mark(value, marker, spelled) for name, value in message.items()}
             | {"role": normalize_role(message["role"])}
             for message in messages
-            # A model's own answer may have such tokens, those of a thought for example.
+            # A model's own answer may have such tokens, for example those of a thought.
             for spelled in [self._spelled_special if message["role"] == "assistant" else self._spelled_marker]
         ]
         if any(inputs):
@@ -297,7 +300,7 @@ class ChatTokenizer:
         return self.template.text(prepared, inputs, continues), marker
 
     def _mark(self, value: Any, marker: str, spelled: Spellings | None) -> Any:
-        """The value with every spelling of these tokens in its texts interrupted."""
+        """Return the value with every spelling of these tokens in its texts interrupted."""
         if spelled is None:
             return value
         if isinstance(value, str):
@@ -310,13 +313,14 @@ class ChatTokenizer:
         return [self._mark(item, marker, spelled) for item in value] if isinstance(value, list) else value
 
     def encode_rendered(self, text: str, marker: str, max_model_len: int | None = None) -> list[int]:
-        """Ids of text of `render_text`. Args: marker: at which it is split; max_model_len: as of `render`."""
+        """Tokenize text of `render_text`. Args: marker: at which it is split; max_model_len: as of
+        `render`."""
         pieces = text.split(marker)
         self._check_length(pieces, max_model_len, "messages")
         return [i for piece in pieces for i in self._ids(piece, add_special_tokens=False)]
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Of the backend's calls only those for batches let other threads run; megabytes take seconds.
+        # Only the backend's calls for batches let other threads run; megabytes take seconds.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
@@ -347,7 +351,7 @@ def render_conversation(
     inputs: TemplateInputs = NO_INPUTS,
     max_model_len: int | None = None,
 ) -> RecordedConversation:
-    """The prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
+    """Render the prompt of a whole conversation, reusing recorded ids up to the last recorded answer in it.
 
     Args:
         messages: the whole conversation, including recorded messages.
@@ -385,7 +389,7 @@ def render_conversation(
 
 
 def _last_match(messages: Sequence[ChatMessage], recorded: RecordedConversation) -> tuple[int, int] | None:
-    """Index among all messages, and among assistant messages, of the last one whose ids can be reused."""
+    """Return the index, among all messages and among assistant ones, of the last whose ids can be reused."""
     found, rank = None, -1
     for index, (message, other) in enumerate(zip(messages, recorded.messages, strict=False)):
         if message[1:] != other[1:] or normalize_role(message.role) != normalize_role(other.role):

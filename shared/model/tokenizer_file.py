@@ -1,4 +1,4 @@
-"""What a tokenizer's file says: how many characters a token stands for at most, and what its steps do."""
+"""Reads a tokenizer's file: the most characters that a token may stand for, and the effects of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEEP_ALL = frozenset(
 
 
 def _steps(component: Any) -> list[Any]:
-    """The parts of a component of `tokenizer.json`: a sequence's own, or itself."""
+    """Return the steps of a component of `tokenizer.json`: a sequence's steps, or the component itself."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -21,17 +21,17 @@ def _steps(component: Any) -> list[Any]:
 
 
 def has_decoder(decoder: Any, kind: str) -> bool:
-    """Whether a decoder, or a part of it, is of a kind."""
+    """Return whether a decoder, or a part of it, is of a kind."""
     return any(step["type"] == kind for step in _steps(decoder))
 
 
 def longest_token(data: Any, vocabulary: Mapping[str, int]) -> int | None:
-    """How many characters of a normalized text one token stands for at most.
+    """Return the most characters of a normalized text that one token may stand for.
 
     Args: data: `tokenizer.json`.
 
-    Returns: None where one can stand for any number (unknown words, blanks beside a mark), where characters
-        may get none, and with steps before the model of which that is not known.
+    Returns: None where a token can stand for any number (unknown words, blanks beside a mark), where
+        characters may get no token, and where that is not known of the steps before the model.
     """
     model, before = data["model"], [*_steps(data["normalizer"]), *_steps(data["pre_tokenizer"])]
     kinds = {step["type"] for step in before}
@@ -49,7 +49,7 @@ def longest_token(data: Any, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def _keeps_all(step: Any) -> bool:
-    """Whether a normalizer or pre-tokenizer leaves no character out, but for what Unicode composes."""
+    """Return whether a normalizer or pre-tokenizer drops no character, except by Unicode's composition."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String", "")
         return 0 < len(pattern) <= len(step["content"])
@@ -59,5 +59,5 @@ def _keeps_all(step: Any) -> bool:
 
 
 def composes(data: Any) -> bool:
-    """Whether a normalizer makes one character of several. Args: data: `tokenizer.json`."""
+    """Return whether a normalizer may turn several characters into one. Args: data: `tokenizer.json`."""
     return any(step["type"] in ("NFC", "NFKC") for step in _steps(data["normalizer"]))

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and thoughts: learnt from its chat template, for parsing and for grammars.
+"""The format of a model's tool calls and thoughts, learnt from its chat template for parsing and grammars.
 
 A checkpoint may bring a `response_template` of transformers; without one, a template is made from what the
 chat template writes for a call with known parts. Calls must be JSON objects with the name and the arguments,
@@ -31,7 +31,7 @@ _WRITTEN = (
     json.dumps(_ARGUMENTS, separators=(",", ":")),
     json.dumps(_ARGUMENTS, indent=4),
 )
-"""How templates may write them."""
+"""The ways in which templates may write them."""
 _USER = {"role": "user", "content": "hello"}
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>")
 _HARMONY_NAME = r" to=functions\.(?P<name>[\w.-]+)"
@@ -85,9 +85,9 @@ class ToolFormat:
     def grammar(
         self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, literal: Callable[[str], str]
     ) -> str:
-        """Lark's rules for calls of these tools; `calls` is their start.
+        """Return Lark's rules for calls of these tools; `calls` is their start.
 
-        Args: tools: their `function` objects; literal: a text as Lark has it.
+        Args: tools: their `function` objects; literal: quotes a text for Lark.
         """
         more = f" ({literal(self.between)} call)*" if parallel and self.between is not None else ""
         rules = [f"calls: {literal(self.begin)} call{more} {literal(self.end)}"]
@@ -106,7 +106,7 @@ class ToolFormat:
 def tool_format(
     chat_template: str, render: Callable[..., str], eos_texts: Sequence[str]
 ) -> ToolFormat | None:
-    """What a chat template writes for calls; None where it has none or not as JSON.
+    """Find what a chat template writes for calls; None where it has none, or writes them not as JSON.
 
     Args: render: the template's text of messages and tools, with `add_generation_prompt`; may raise.
     """
@@ -130,7 +130,7 @@ def tool_format(
 def _parts(
     render: Callable[..., str], num_calls: int, eos_texts: Sequence[str]
 ) -> tuple[str, str, str, str] | None:
-    """The texts before the first name, between name and arguments, between two calls, and at the end."""
+    """Find the texts before the first name, between name and arguments, between calls, and at the end."""
     function = {"name": _NAME, "arguments": dict(_ARGUMENTS)}
     calls = [{"id": "call00000", "type": "function", "function": function} for _ in range(num_calls)]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -154,7 +154,7 @@ def _parts(
 
 
 def _anchor(render: Callable[..., str]) -> str:
-    """What the template writes before an answer. A thought that it opens there is part of the answer."""
+    """Return what the template writes before an answer. A thought opened there is part of the answer."""
     with_prompt, without = (render([_USER], add_generation_prompt=value) for value in (True, False))
     anchor = _beyond(without, with_prompt)
     for tag in _THOUGHTS:
@@ -163,7 +163,7 @@ def _anchor(render: Callable[..., str]) -> str:
 
 
 def _beyond(other: str, text: str) -> str:
-    """The text after its common beginning with another one."""
+    """Return the text after its common beginning with another one."""
     pairs = enumerate(zip(other, text, strict=False))
     return text[next((i for i, (a, b) in pairs if a != b), min(len(other), len(text))) :]
 
@@ -171,7 +171,7 @@ def _beyond(other: str, text: str) -> str:
 def _response_template(
     begin: str, middle: str, end: str, *, thoughts: dict[str, Any], anchor: str
 ) -> dict[str, Any] | None:
-    """transformers' template of content, thoughts and calls."""
+    """Make transformers' template of content, thoughts and calls."""
     for thought_end in _THOUGHTS.values():
         begin = begin.rpartition(thought_end)[2]
     opening, brace, _ = begin.rpartition("{")
@@ -184,7 +184,7 @@ def _response_template(
     part = "" if is_list else "content."
     function = {"name": f"{{{part}name}}", "arguments": f"{{{part}{arguments}}}"}
     calls: dict[str, Any] = {
-        # White space before a call, and between two, is no content.
+        # White space before a call, and between two, is not content.
         "open_pattern": r"\s*" + re.escape(literal),
         "content": "json",
         "repeats": not is_list,
@@ -197,12 +197,12 @@ def _response_template(
 
 
 def is_harmony(chat_template: str) -> bool:
-    """Whether the chat template writes messages in Harmony's channels."""
+    """Return whether the chat template writes messages in Harmony's channels."""
     return all(mark in chat_template for mark in _HARMONY_MARKS)
 
 
 def thoughts_template(chat_template: str, render: Callable[..., str]) -> dict[str, Any] | None:
-    """transformers' template of content and thoughts, where the chat template has tags for thoughts."""
+    """Make transformers' template of content and thoughts, where the chat template has tags for thoughts."""
     fields = _thoughts(chat_template)
     return _with_anchor(fields, _anchor(render)) if fields else None
 

@@ -35,7 +35,7 @@ class CommandLine:
     """A command with subcommands, which `run_app` runs.
 
     Attributes:
-        app: to which commands without settings are added.
+        app: commands without settings are added to it.
         known: the settings classes of the others; their variables may be in the environment.
     """
 
@@ -66,6 +66,7 @@ class CommandLine:
         parent: App | None = None,
         group: str = "Commands",
         hidden: Collection[str] = (),
+        is_default: bool = False,
     ) -> Callable[[Callable[[S], int | None]], Callable[[S], int | None]]:
         """Make a function of settings a subcommand: its name and docstring are the command's, fields are
         options.
@@ -74,6 +75,7 @@ class CommandLine:
             parent: the command that it belongs to; None: the app.
             group: the heading in the app's help.
             hidden: fields that are no options of this command.
+            is_default: the parent runs it where no subcommand is named.
         """
         self.known.append(settings)
 
@@ -91,7 +93,10 @@ class CommandLine:
             # cyclopts reads a command's options from its signature.
             from_options.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
             app = self.app if parent is None else parent
-            app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
+            if is_default:
+                app.default(from_options)
+            else:
+                app.command(from_options, name=run.__name__, group=group, help=run.__doc__)
             return run
 
         return add
@@ -143,13 +148,14 @@ def variable_name(field: str) -> str:
 
 
 def _option(field: str, info: FieldInfo) -> inspect.Parameter:
-    """A field as cyclopts wants it: with the `Parameter`s (unit, group) of its annotation, not validated."""
+    """Make a field's parameter for cyclopts: with the `Parameter`s (unit, group) of its annotation, not
+    validated."""
     base = Parameter(
         help=info.description, converter=_as_given, show_default=_show_default, allow_repeating=True
     )
     metadata = (base, *(part for part in info.metadata if isinstance(part, Parameter)))
     skip = SkipValidation()  # type: ignore[type-arg]
-    annotated: Any = Annotated  # else mypy reads the next line as a type
+    annotated: Any = Annotated  # otherwise mypy reads the next line as a type
     annotation = annotated[(info.annotation, skip, *metadata)]
     return inspect.Parameter(
         field, inspect.Parameter.KEYWORD_ONLY, default=info.default, annotation=annotation
@@ -157,7 +163,7 @@ def _option(field: str, info: FieldInfo) -> inspect.Parameter:
 
 
 def _as_given(_: object, tokens: Sequence[Token]) -> Any:
-    """A value as the user typed it: pydantic converts options as it converts variables."""
+    """Return a value as the user typed it: pydantic converts options as it converts variables."""
     (token,) = tokens
     return token.value if token.implicit_value is UNSET else token.implicit_value
 
@@ -169,7 +175,7 @@ def _show_default(value: object) -> str:
 
 
 def _explain(error: ValidationError, settings: type[Settings], given: Mapping[str, Any]) -> str:
-    """One line a mistake: where it was given, its value, what is allowed."""
+    """Explain each mistake in one line: where it was given, its value, what is allowed."""
     lines = []
     for detail in error.errors(include_url=False):
         what = detail["msg"].removeprefix("Value error, ")

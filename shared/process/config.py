@@ -29,7 +29,7 @@ ENV_PREFIX = "KVFERRY_"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 HistoryBits = Literal["model", "16", "8", "4"]
-"""How many bits history is stored in; model: as it was computed."""
+"""How many bits history is stored in; "model" stores it as computed."""
 
 
 class Settings(BaseSettings):
@@ -53,8 +53,14 @@ class ServiceSettings(Settings):
 
 
 class PlanSettings(ServiceSettings):
-    """Options that a plan's result depends on. The entry point of a process passes `epsilon_tables` to
+    """Options that a plan's result depends on. The entry point of a process passes both to
     `compression.rdkv.epsilon.install_tables` first."""
+
+    calibration: Annotated[str, COMPRESSION] = Field(
+        "",
+        description="folder of what kvferry calibrate measured, in which the served model's own quality "
+        "curves and distortion table are looked for; empty: ~/.cache/kvferry/calibration",
+    )
 
     epsilon_tables: Annotated[str, COMPRESSION] = Field(
         "",
@@ -112,8 +118,8 @@ class WorkerSettings(TracedSettings):
     device: Annotated[str, MODEL] = Field("auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
     dtype: Annotated[str, MODEL] = Field(
         "auto",
-        description="auto (the checkpoint's own on CUDA, float32 on CPU; of quantised weights see "
-        "docs/models.md), float32, float16 or bfloat16",
+        description="auto (the checkpoint's own on CUDA; float32 on CPU, with prompts' products in bfloat16 "
+        "if the checkpoint is; of quantised weights see docs/models.md), float32, float16 or bfloat16",
     )
     kernels: Annotated[Literal["auto", "torch", "triton"], MODEL] = Field(
         "auto",
@@ -177,6 +183,6 @@ class WorkerSettings(TracedSettings):
         return self
 
     def _workers_listen(self) -> dict[str, str]:
-        """Where workers listen, by option; each is a host:port, or an ipc:// path."""
+        """Return where workers listen, by option; each is a host:port, or an ipc:// path."""
         blocks = self.block_listen.removeprefix("tcp://")
         return {"listen": self.listen, "block_listen": blocks, "metrics_listen": self.metrics_listen}

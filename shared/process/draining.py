@@ -1,4 +1,4 @@
-"""What a service that is to end still runs: it takes nothing new, and waits for what has begun.
+"""The end of a service: it takes nothing new, and waits for what has begun.
 
 open ──► ... ──► wait: refuses ──► nothing runs any more, or the time is over
 """
@@ -31,9 +31,9 @@ class Drain:
         self.num_running = 0
 
     async def wait(self, timeout_s: float, num_more: Callable[[], int] = lambda: 0) -> bool:
-        """Begin, and wait for what runs. Returns whether all ended in time.
+        """Begin, and wait for what runs. Return whether all ended in time.
 
-        Args: num_more: how many other things are to be waited for.
+        Args: num_more: how many other things to wait for.
         """
         self.has_begun = True
         loop = asyncio.get_running_loop()

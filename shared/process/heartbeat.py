@@ -1,9 +1,9 @@
-"""Whether a worker's engine is wedged: its thread makes no progress, does not compute, and waits for nothing
-that would end by itself.
+"""Tells whether a worker's engine is wedged: its thread makes no progress, does not compute, and waits for
+nothing that would end by itself.
 
 Written by the engine's thread, read by its service, which then gives up the engine's requests. A busy engine
-is never wedged, however long one operation takes: the thread's processor time tells them apart. On a GPU it
-does not, because the thread sleeps while the device computes; there the limit is longer.
+is never wedged, however long one operation takes: the thread's processor time tells the two apart. On a GPU
+it does not, because the thread sleeps while the device computes; there the limit is longer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 STALL_S = 4.0
 """How long an engine's thread may neither make progress nor compute."""
 GPU_STALL_S = 30.0
-"""Likewise where a device computes."""
+"""The same where a device computes."""
 FRESH_S = 0.25
-"""Nobody looks closer at an engine whose progress is as recent as this."""
+"""An engine whose progress is this recent is not examined further."""
 _COMPUTES_S = 0.001
 _LEAST_LOOKS = 3
-"""Where the whole process stood still, its engine gets time to go on: a long time between two looks says
-nothing of one thread."""
+"""If the whole process stood still, its engine gets time to go on: a long time between two checks says
+nothing about one thread."""
 
 
 class Heartbeat:
@@ -44,7 +44,7 @@ class Heartbeat:
         self._num_looks = 0
 
     def is_wedged(self, thread: threading.Thread, *, may_rest: bool = False) -> bool:
-        """Whether the engine is wedged, asked a few times a second.
+        """Return whether the engine is wedged; called a few times a second.
 
         Args: thread: the engine's; may_rest: it need not make progress now.
         """

@@ -83,7 +83,7 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 def _final(as_json: bool, colors: bool) -> list[Processor]:
-    """The processors that render an event and its fields as one line (tracebacks in the console take
+    """Return the processors that render an event and its fields as one line (tracebacks in the console take
     more)."""
     drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if not as_json:
@@ -102,7 +102,7 @@ def _adopt(handler: logging.Handler, level: int) -> None:
     root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
-    # transformers adds its handler when its logging module is first used; only it can remove that again.
+    # transformers adds its handler when its logging module is first used; only transformers can remove it.
     if library := sys.modules.get("transformers.utils.logging"):
         library.disable_default_handler()
         library.enable_propagation()

@@ -20,7 +20,7 @@ _DURATION = re.compile(rf"\s*([+-]?\d+(?:\.\d+)?)\s*({'|'.join(_UNIT_S)})\s*")
 
 
 def parse_bytes(value: object) -> object:
-    """The number of bytes in text with a unit; other values stay as they are, for pydantic to judge."""
+    """Parse the bytes in text with a unit; other values stay as they are, for pydantic to judge."""
     if not isinstance(value, str) or not value.strip()[-1:].isalpha():
         return value
     try:
@@ -30,7 +30,7 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_seconds(value: object) -> object:
-    """The seconds in text with a unit; other values stay as they are, for pydantic to judge."""
+    """Parse the seconds in text with a unit; other values stay as they are, for pydantic to judge."""
     if not isinstance(value, str) or not value.strip()[-1:].isalpha():
         return value
     if (found := _DURATION.fullmatch(value)) is None:
@@ -39,12 +39,12 @@ def parse_seconds(value: object) -> object:
 
 
 def show_bytes(size_bytes: int) -> str:
-    """As an option takes it: 4GiB, 32MiB, 0."""
+    """Format bytes as an option takes them: 4GiB, 32MiB, 0."""
     return ByteSize(size_bytes).human_readable().replace(".0", "") if size_bytes else "0"
 
 
 def show_seconds(duration_s: float) -> str:
-    """As an option takes it, in the largest unit that divides it: 7d, 30min, 2s, 250ms, 0."""
+    """Format seconds as an option takes them, in the largest whole unit: 7d, 30min, 2s, 250ms, 0."""
     for unit in ("d", "h", "min", "s"):
         if duration_s and duration_s % _UNIT_S[unit] == 0:
             return f"{duration_s / _UNIT_S[unit]:g}{unit}"
@@ -58,7 +58,7 @@ Seconds = Annotated[
 
 
 def group(title: str) -> Parameter:
-    """A heading; headings come in the order in which they are made."""
+    """Make a heading; headings come in the order in which they are made."""
     return Parameter(group=Group.create_ordered(title))
 
 

@@ -1,4 +1,4 @@
-"""What every service's process needs: addresses, the ready file, signals.
+"""The parts that every service's process needs: addresses, the ready file, signals.
 
 start ──► listen ──► announce_ready(ready_file) ──► wait_for_signal() ──► close_within(...) ──► exit
 """
@@ -23,8 +23,8 @@ from kvferry.shared.errors import ConfigurationError
 logger = structlog.get_logger(__name__)
 
 HANDSHAKE_S = 5.0
-"""How long a connection to any port may take to begin: to prove its key, or to send what comes first. It is
-closed then."""
+"""How long a connection to any port may take to begin, with a proof of its key or a first message, before it
+is closed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_LOST = 70
 LOSS_GRACE_S = 2.0
@@ -36,9 +36,8 @@ _M_ARENA_MAX, _MAX_ARENAS = -8, 2
 def share_free_memory() -> None:
     """Let all threads of this process allocate from few places, where the system's allocator is glibc.
 
-    It gives each thread one of its own, in which what others have freed serves nobody: in a soak, prefill
-    workers with 35 threads had 3 % less memory with two. `MALLOC_ARENA_MAX` says otherwise. Call it before
-    there are threads.
+    By default each thread gets its own, whose free memory other threads cannot use: in a soak, prefill
+    workers with 35 threads had 3 % less memory with two. `MALLOC_ARENA_MAX` overrides this. Call it first.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
@@ -49,7 +48,7 @@ def share_free_memory() -> None:
 
 
 def parse_address(option: str, value: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` as host and port.
+    """Split `host:port` or `[v6]:port` into host and port.
 
     Raises: ConfigurationError naming the option, its value and what is allowed.
     """
@@ -60,23 +59,23 @@ def parse_address(option: str, value: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether a host can be reached only from this machine."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def format_address(host: str, port: int) -> str:
-    """Inverse of `parse_address`."""
+    """Format an address, the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reachable(address: str) -> str:
-    """Where a client on this machine connects to a bound `host:port`: loopback if bound to all addresses."""
+    """Return where a local client connects to a bound `host:port`: loopback if bound to all addresses."""
     host, port = parse_address("address", address)
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def check_free(option: str, value: str) -> None:
-    """Check that an address can be bound, before starting what takes long.
+    """Check that an address can be bound, before a long start.
 
     Raises: ConfigurationError naming the option.
     """
@@ -162,7 +161,7 @@ def end_process(error: BaseException) -> None:
 
 
 async def close_within(timeout_s: float, what: str, closing: Awaitable[object]) -> bool:
-    """Await a graceful close for at most `timeout_s` seconds; returns whether it ended in time."""
+    """Await a graceful close for at most `timeout_s` seconds; return whether it ended in time."""
     try:
         await asyncio.wait_for(closing, timeout_s)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Notices that a stream is silent, at no cost for each of its items."""
+"""Notices that a stream is silent, at no cost per item."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class SilenceTimer:
-    """Calls back where an item is waited for longer than `limit_s`, again after each further such time.
+    """Calls back if an item takes longer than `limit_s`, and again after each further `limit_s`.
 
         idle ──begin()──► waiting ──limit_s──► on_silence(), waiting
           ▲                  │
           └──────end()───────┘
 
-    `asyncio.timeout` sets and cancels a timer for every item. Here one runs all the time, and looks only when
-    it has run out whether the wait began long enough ago. Use it as a context manager, in one event loop.
+    `asyncio.timeout` sets and cancels a timer for every item. Here one timer runs all the time, and only when
+    it expires checks whether the wait began long enough ago. Use it as a context manager, in one event loop.
     """
 
     def __init__(self, limit_s: float, on_silence: Callable[[], object]) -> None:
@@ -33,11 +33,11 @@ class SilenceTimer:
         self._handle.cancel()
 
     def begin(self) -> None:
-        """An item is waited for from now on."""
+        """Begin to wait for an item."""
         self._since_s = self._loop.time()
 
     def end(self) -> None:
-        """It has come."""
+        """End the wait: the item has come."""
         self._since_s = None
 
     def _look(self) -> None:

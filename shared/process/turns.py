@@ -24,10 +24,10 @@ class Turns:
         self._most_of_one = most_of_one
         self._taken: Counter[str] = Counter()
         self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
-        """Who waits, by caller; the caller whose turn is next comes first."""
+        """The waiting places by caller; the caller whose turn is next comes first."""
 
     def num_waiting(self, owner: str) -> int:
-        """How many of the caller's wait."""
+        """Return how many of a caller's requests wait."""
         return len(self._queues.get(owner, ()))
 
     async def take(self, owner: str, num: int = 1) -> None:
@@ -42,7 +42,7 @@ class Turns:
             if place.cancelled():
                 with contextlib.suppress(KeyError, ValueError):  # it waits no more
                     self._queues[owner].remove((num, place))
-                self._admit()  # it may have been what others waited for
+                self._admit()  # others may have waited behind it
             else:  # its turn had come
                 self.leave(owner, num)
             raise
@@ -72,7 +72,7 @@ class Turns:
             del self._queues[owner]
 
     def _next(self) -> str | None:
-        """The caller whose turn it is; None where each has its share or waits for nothing."""
+        """Return the caller whose turn it is; None where each has its share or waits for nothing."""
         for owner, queue in self._queues.items():
             if queue and self._taken[owner] + queue[0][0] <= self._most_of_one:
                 return owner

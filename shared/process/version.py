@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _version() -> str:
-    """The installed one, or in a source tree that is not installed its pyproject.toml's."""
+    """Return the installed version, or that of pyproject.toml in a source tree that is not installed."""
     try:
         return metadata.version("kvferry")
     except metadata.PackageNotFoundError:

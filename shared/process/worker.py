@@ -1,7 +1,7 @@
 """A prefill or decode worker: loads the model, starts the service and its metrics, and closes all in reverse.
 
-    run_worker ──► model, kernels ──► metrics ──► self-test ──► service ──► control calls ──► ready file ──►
-    signal ──► drain ──► close   └──────── start_service: also of a stack in one process ┘
+    run_worker ──► model, kernels ──► metrics ──► self-test, calibration ──► service ──► control calls ──►
+    ready file ──► signal ──► drain ──► close   └── start_service: also of a stack in one process ┘
 
 Each service brings a function that builds it from its model and its block transport.
 """
@@ -9,6 +9,7 @@ Each service brings a function that builds it from its model and its block trans
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from kvferry.shared.wire.zmq import ZmqConnectingChannel, ZmqListeningChannel
 
 _CLOSE_TIMEOUT_S = 30.0
 _END_STREAMS_S = 2.0
-"""In which streams that were ended tell their routers so."""
+"""Time for ended streams to tell their routers so."""
 _END_MARGIN_S = 2.0
 
 
@@ -55,9 +56,9 @@ class BlockTransport(Protocol):
     """Makes a worker's ends of block transfers; `InProcessHub` is one for services in one process."""
 
     def connecting(self, on_connected: Callable[[str], None] = ...) -> Channel:
-        """A sender's channel.
+        """Make a sender's channel.
 
-        Args: on_connected: gets the name of the transport when that to a receiver is known.
+        Args: on_connected: gets the name of the transport to a receiver when it is known.
         """
         ...
 
@@ -79,7 +80,7 @@ class ProcessTransport:
         return self._transport.connecting(ZmqConnectingChannel(self._keys), on_connected)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        """Raises: ConfigurationError: the address cannot be bound."""
+        """Make a server. Raises: ConfigurationError: the address cannot be bound."""
         network = ZmqListeningChannel(self._listen, advertise=self._advertise, keys=self._keys)
         return BlockServer(self._transport.listening(network), sink, on_late_block=on_late_block)
 
@@ -96,7 +97,7 @@ class RankTransport:
 
     @classmethod
     def of(cls, settings: WorkerSettings, role: Role) -> RankTransport | None:
-        """None with one rank."""
+        """Make the transport of the other ranks; None with one rank."""
         if settings.tensor_parallel == 1:
             return None
         return cls(settings=settings, role=role)
@@ -104,7 +105,7 @@ class RankTransport:
     def server(
         self, rank: int, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> BlockServer:
-        """Raises: ConfigurationError: the address cannot be bound."""
+        """Make a server. Raises: ConfigurationError: the address cannot be bound."""
         names = ("block_listen", "block_advertise")
         addresses = {name: _address_of_rank(getattr(self.settings, name), rank) for name in names}
         settings = self.settings.model_copy(update=addresses)
@@ -112,7 +113,7 @@ class RankTransport:
 
 
 def _address_of_rank(address: str, rank: int) -> str:
-    """Where a rank listens, of the first one's address: that many ports after it, or at a path of its own."""
+    """Return where a rank listens, given the first rank's address: as many ports later, or its own path."""
     head, colon, port = address.rpartition(":")
     if address.startswith("ipc://"):
         return f"{address}.{rank}"
@@ -122,7 +123,7 @@ def _address_of_rank(address: str, rank: int) -> str:
 
 
 class WorkerService(Protocol):
-    """What `start_service` uses of a service. Its control interface is the router's."""
+    """The part of a service that `start_service` uses. Its control interface is for the router."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -143,6 +144,9 @@ class WorkerService(Protocol):
 ServiceT = TypeVar("ServiceT", bound=WorkerService)
 Build = Callable[[LanguageModel, BlockTransport], Awaitable[tuple[ServiceT, CollectorRegistry]]]
 """Builds a service and the registry of its metrics. The model is used by that service alone."""
+Calibrate = Callable[[LanguageModel, Callable[[], bool]], None]
+"""Measures a model unless its calibration exists. Called in a thread; its argument says whether to give
+up."""
 
 
 async def run_worker(
@@ -151,6 +155,7 @@ async def run_worker(
     build: Build[ServiceT],
     *,
     follower_class: str = FOLLOWER,
+    calibrate: Calibrate | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then the process ends in bounded time even if a thread is stuck.
 
@@ -159,7 +164,7 @@ async def run_worker(
     """
     share_free_memory()
     setup_logging(settings.log_level, settings.log_format, role)
-    install_tables(settings.epsilon_tables)
+    install_tables(settings.epsilon_tables, calibration=settings.calibration)
     stop_tracing = setup_tracing(settings.otlp_endpoint, role)
     async with AsyncExitStack() as stack:
         stack.callback(stop_tracing)
@@ -167,7 +172,9 @@ async def run_worker(
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = await _load_model(settings, stack, follower_class)
-        service, metrics = await start_service(settings, role, model, build, transport, stack)
+        service, metrics = await start_service(
+            settings, role, model, build, transport, stack, calibrate=calibrate
+        )
         interface: dict[str, Any] = {role: service}
         control = await serve_control(
             listen=settings.listen,
@@ -184,7 +191,7 @@ async def run_worker(
 
 
 async def _load_model(settings: WorkerSettings, stack: AsyncExitStack, follower_class: str) -> LanguageModel:
-    """The model, in several ranks if the settings say so; the stack ends them."""
+    """Load the model, in several ranks if the settings say so; the stack ends them."""
     if settings.tensor_parallel == 1:
         return await load_workers_model(settings)
     check_device(settings.device)
@@ -205,7 +212,7 @@ async def _load_model(settings: WorkerSettings, stack: AsyncExitStack, follower_
 
 
 async def load_workers_model(settings: WorkerSettings) -> TransformersModel:
-    """The model that a worker's settings name.
+    """Load the model that a worker's settings name.
 
     Raises: ConfigurationError, UnsupportedModel: see `check_device` and `load_model`.
     """
@@ -227,6 +234,8 @@ async def start_service(
     build: Build[ServiceT],
     transport: BlockTransport,
     stack: AsyncExitStack,
+    *,
+    calibrate: Calibrate | None = None,
 ) -> tuple[ServiceT, str]:
     """Start a service and its metrics server; the stack closes both.
 
@@ -239,7 +248,10 @@ async def start_service(
     if (certs := Certs.of(settings.certs, role)) is not None:
         certificate_expiry(registry, certs.expires_at_s)
     stack.push_async_callback(lambda: close_within(_CLOSE_TIMEOUT_S, f"{role} service", service.close()))
-    server = serve_metrics(registry, settings.metrics_listen, is_ready=lambda: service.is_ready, certs=certs)
+    reason = "its kernels are tested"
+    server = serve_metrics(
+        registry, settings.metrics_listen, problem=lambda: "" if service.is_ready else reason, certs=certs
+    )
     stack.callback(server.close)
     if settings.self_test:
         for shape in model_shapes(model.spec, model.device):
@@ -251,6 +263,20 @@ async def start_service(
             kernels=settings.kernels,
             self_test=settings.self_test,
             epsilon_tables=settings.epsilon_tables,
+            calibration=settings.calibration,
         )
+    if calibrate is not None:
+        reason = "its model is calibrated, which takes minutes"
+        await _calibrate(calibrate, model)
+        install_tables(settings.epsilon_tables, calibration=settings.calibration)
+    reason = "its engine warms up, does not answer, or is to end"
     await service.start()
     return service, server.address
+
+
+async def _calibrate(calibrate: Calibrate, model: LanguageModel) -> None:
+    given_up = threading.Event()
+    try:
+        await asyncio.to_thread(calibrate, model, given_up.is_set)
+    finally:
+        given_up.set()

@@ -1,8 +1,8 @@
 """Structured output: which tokens a JSON schema, regular expression or grammar allows next.
 
-llguidance compiles grammars over a tokenizer's vocabulary and follows a completion token by token. The
-router checks a request's grammar; prefill and decode each follow it for the tokens that they draw. What is
-compiled is shared by the services of a process.
+llguidance compiles grammars over a tokenizer's vocabulary and follows a completion token by token. The router
+checks a request's grammar; prefill and decode each follow it for the tokens that they draw. The services of a
+process share compiled grammars.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
 
 _MAX_COMPILED = 24
 _COPIED_S = 0.025
-"""What following the copies of a cached grammar may take of a processor; then it is compiled anew. They share
-the lexer's states, of which they make up to 0.4 MiB a millisecond, and all fail where there are too many.
-
-Compiled, the largest grammar that was found takes 28 MiB (ordinary ones 0.1 to 5), and 14 more by then, so
-that a vocabulary's cache has at most 1 GiB."""
+"""How much processor time following the copies of a cached grammar may take before it is compiled anew. The
+copies share the lexer's states, which grow by up to 0.4 MiB a millisecond, and all fail if there are too
+many. Compiled, the largest grammar that was found takes 28 MiB (ordinary ones 0.1 to 5), and 14 more by then,
+so that a vocabulary's cache has at most 1 GiB."""
 
 _BLOCKED_BY_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, 0.0, -np.inf
 ).astype(np.float32)
-"""`[256, 8]`: what eight bits of a mask add to eight logits. Copying a row a byte is many times as fast
-as choosing for each bit."""
+"""`[256, 8]`: what eight bits of a mask add to eight logits. Copying a row per byte is many times as fast as
+choosing for each bit."""
 
 
 _vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
@@ -52,7 +51,7 @@ class TokenMatcher(Follower):
 
         Args: row: float32, V rounded up to a multiple of 32. Raises: InvalidRequest: see `Follower.mask`.
         """
-        # a mask has a word more than a row where 32 divides V
+        # a mask has one word more than a row if 32 divides V
         bits = np.frombuffer(self.mask(), dtype=np.uint8, count=len(row) // 8)
         _BLOCKED_BY_BYTE.take(bits, axis=0, mode="clip", out=row.reshape(-1, 8))
 
@@ -74,7 +73,7 @@ class GrammarCompiler(GrammarChecks):
         super().__init__(lambda: load_tokenizer().for_grammars(), vocab_size, eos_token_ids)
 
     def matcher(self, grammar: Grammar | None, owner: str = "") -> TokenMatcher | None:
-        """A matcher at the grammar's beginning; None for None. Nothing is shared with other owners.
+        """Return a matcher at the grammar's beginning; None for None. Nothing is shared with other owners.
 
         Raises: InvalidRequest: the grammar is not valid or too large, or the tokenizer does not allow any.
         """

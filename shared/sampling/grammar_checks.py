@@ -3,8 +3,8 @@
     check ──► known? ──► the caller's queue ──► a child in turn ──► its answer, or its end
                                                    └── too long, or the caller leaves: ended, begun anew
 
-A grammar can take minutes, gigabytes or the stack of what compiles it; no limit of the compiler's own bounds
-that. Callers take turns, and one alone never has all children.
+Compiling a grammar can take minutes, gigabytes or the whole stack; no limit of the compiler itself bounds
+that. Callers take turns, and one caller never has all children.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvferry.shared.sampling.params import Grammar
 
 NUM_CHILDREN = 2
 MAX_WAITING = 32
-"""Of one caller's grammars."""
+"""How many grammars of one caller may wait."""
 START_S, CHECK_S = 60.0, 20.0
-"""Until a child has read the vocabulary, and for one grammar, whose processor time is bounded, too."""
+"""Limits until a child has read the vocabulary, and for one grammar; processor time is also bounded."""
 _MAX_KNOWN = 4096
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "HOME")
 _PACKAGES = str(Path(__file__).parents[3])
@@ -53,7 +53,7 @@ class GrammarChecks:
         self._unusable: str | None = None
         """Why the tokenizer allows no grammar at all; None if it does, or is not known."""
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
-        """By grammar: why it cannot be used."""
+        """Why a grammar cannot be used, by grammar."""
         self._idle: list[_Child] = []
         # one child is left for others
         self._turns = Turns(NUM_CHILDREN, most_of_one=max(NUM_CHILDREN - 1, 1))
@@ -69,7 +69,7 @@ class GrammarChecks:
         key = hashlib.sha256(json.dumps((grammar.kind, grammar.text)).encode()).digest()
         if key not in self._known:
             async with self._turn(owner) as child:
-                # another request may have asked meanwhile
+                # another request may have asked for it meanwhile
                 if key not in self._known:
                     self._remember(key, await child.ask(grammar.kind, grammar.text))
         self._known.move_to_end(key)
@@ -77,7 +77,7 @@ class GrammarChecks:
             raise InvalidRequest(error)
 
     async def close(self) -> None:
-        """End the children that wait; one that works ends with its request. Idempotent."""
+        """End the idle children; a working one ends with its request. Idempotent."""
         while self._idle:
             await self._idle.pop().end()
 
@@ -104,7 +104,7 @@ class GrammarChecks:
                 raise InvalidRequest(self._unusable)
             yield child
         except BaseException:
-            # what it works on is not wanted any more, or it has ended
+            # its result is not wanted any more, or it has ended
             await asyncio.shield(child.end())
             raise
         else:
@@ -138,7 +138,7 @@ class _Child:
             return False
 
     async def start(self, hello: bytes) -> str | None:
-        """Start the process. Returns why its vocabulary allows no grammar; None if it does.
+        """Start the process. Return why its vocabulary allows no grammar; None if it does.
 
         Raises: Overloaded: it did not start.
         """
@@ -161,7 +161,7 @@ class _Child:
             raise Overloaded("The process that compiles grammars did not start", retry_after_s=1.0) from error
 
     async def ask(self, kind: str, text: str) -> str | None:
-        """Why a grammar cannot be used; None if it can. The process may have ended then.
+        """Say why a grammar cannot be used; None if it can. The process may have ended afterwards.
 
         Raises: InvalidRequest: there is no answer in time, which may be this machine's fault.
         """
@@ -171,16 +171,16 @@ class _Child:
         except TimeoutError:
             raise InvalidRequest(f"it did not compile within {CHECK_S:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            if await self.end() in (-signal.SIGKILL, -signal.SIGTERM):  # its own limits end it otherwise
+            if await self.end() in (-signal.SIGKILL, -signal.SIGTERM):  # otherwise its own limits ended it
                 raise Overloaded("The process that compiles grammars was killed", retry_after_s=1.0) from None
             return "it takes too much time, memory or depth to compile"
 
     async def end(self) -> int:
-        """Kill the process, if it runs. Returns how it ended, as `Process.returncode` says."""
+        """Kill the process, if it runs. Return how it ended, as `Process.returncode` says."""
         if self._process is None:
             return 0
         process = self._process
-        if self.is_running:  # asyncio would not learn how one ended that it kills after its end
+        if self.is_running:  # if killed after its end, asyncio would not learn how it ended
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         self._process = None

@@ -1,4 +1,4 @@
-"""The process in which a grammar is tried first: it may end, or be ended, and nobody else with it.
+"""The process in which a grammar is tried first: it may fail or be killed without harming any other.
 
     parent ──► vocabulary ──► error or null ──► (kind, text) ──► error or null ──► (kind, text) ...
 
@@ -19,19 +19,19 @@ from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
 NICE = 10
-"""How much it yields to requests that have no grammar to try."""
+"""The process's niceness: it yields to requests that have no grammar to try."""
 CPU_S = 5
-"""Of one grammar."""
+"""Processor time of one grammar."""
 MEMORY_BYTES = 512 << 20
-"""Beyond what the process has when it has read the vocabulary."""
+"""Memory beyond what the process has after reading the vocabulary."""
 STACK_BYTES = 4 << 20
-"""Of the thread that compiles: less than what threads of a service have, so what passes here passes there."""
+"""Stack of the compiling thread: less than a service's threads have, so what passes here passes there."""
 NUM_TRIED = 32
-"""Tokens that a grammar is followed for, at random: some show only then that they take too much."""
+"""Random tokens for which a grammar is followed: some grammars show only then that they take too much."""
 
 
 def read(stream: BinaryIO) -> Any:
-    """A message; None at the end."""
+    """Read a message; None at the end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -39,7 +39,7 @@ def read(stream: BinaryIO) -> Any:
 
 
 def framed(message: Any) -> bytes:
-    """A message with its length before it."""
+    """Return a message with its length before it."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
@@ -50,14 +50,14 @@ def _write(message: Any) -> None:
 
 
 def _used_bytes() -> int:
-    """Of the address space."""
+    """Return the used bytes of the address space."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _try(tokens: Any, kind: str, text: str) -> str | None:
-    """Why a grammar cannot be used; None if it can, as far as is seen here."""
-    # in the process that has its limits by now
+    """Say why a grammar cannot be used; None if it can, as far as this shows."""
+    # imported once the process has its limits
     from kvferry.shared.errors import KvferryError
     from kvferry.shared.sampling.grammar_source import Follower, compiled
 
@@ -92,7 +92,7 @@ def main() -> None:
     _write(None)
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not every system says what is used, or bounds it
+    with contextlib.suppress(OSError, ValueError):  # not every system reports usage, or limits it
         most = _used_bytes() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     threading.stack_size(STACK_BYTES)
@@ -106,7 +106,7 @@ def main() -> None:
         )
         thread.start()
         thread.join()
-        _write(answers.pop())  # without one it ends, too
+        _write(answers.pop())  # without one the process ends, too
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A grammar in llguidance's form, and what bounds it and its following.
+"""A grammar in llguidance's form, and the limits on compiling and following it.
 
 Imports neither torch nor a service, because the process that tries untrusted grammars (`grammar_child.py`)
-should begin soon and be small.
+should start fast and be small.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 1 << 18
 FREE_S, TOKEN_S = 0.25, 0.02
-"""What following a grammar may take of a processor: so much at once, and so much more with each token. A
-completion then delays others by no more than this and one mask. At 151,936 ids ordinary ones take 0.01 to 2
-ms a token, and llama.cpp's grammar of JSON takes 6."""
+"""The processor time that following a grammar may take: this much at once, and this much more per token. A
+completion then delays others by at most this and one mask. At 151,936 ids ordinary grammars take 0.01 to 2 ms
+a token, and llama.cpp's grammar of JSON takes 6 ms."""
 _SHORT_S = 0.001
 _MAX_SYMBOLS = 50_000
 _MAX_LEXER_STATES = 50_000
-"""Of 0.2 to 1 KB each."""
+"""States of 0.2 to 1 KB each."""
 _MAX_FUEL = 100_000
-"""Of the lexer, for one mask: about 10 ms. With llguidance's 50,000 items of the parser, the most costly mask
-that was found takes 0.3 s."""
+"""Steps of the lexer for one mask: about 10 ms. With llguidance's 50,000 parser items, the most costly mask
+found takes 0.3 s."""
 _ASCII_CLASSES = "dws"
 r"""What `\d`, `\w` and `\s` match in regular expressions: ASCII, as JSON Schema has it."""
 
 
 def compiled(tokens: Any, kind: str, text: str) -> LLMatcher:
-    """The matcher at the beginning of a grammar of this kind over llguidance's tokens.
+    """Compile a matcher at the beginning of a grammar of this kind over llguidance's tokens.
 
     Raises: InvalidRequest: the grammar is not valid or too large.
     """
@@ -54,7 +54,7 @@ def compiled(tokens: Any, kind: str, text: str) -> LLMatcher:
         raise InvalidRequest("it is nested too deeply") from None
     except MemoryError:
         raise
-    except Exception as error:  # of any kind, where EBNF is converted
+    except Exception as error:  # of any class, when EBNF is converted
         raise InvalidRequest(str(error)) from None
     if matcher.is_error():
         raise InvalidRequest(first_line(matcher))
@@ -64,11 +64,11 @@ def compiled(tokens: Any, kind: str, text: str) -> LLMatcher:
 class Follower:
     """Follows a grammar from a matcher's place as long as that takes no more than `FREE_S` and `TOKEN_S`.
 
-    The thread's own time counts, which other threads and processes lengthen little, once a call has not been
-    short by the clock on the wall: asking for it takes as long as an ordinary mask.
+    The thread's own time counts, which other threads and processes hardly lengthen. It is read only after a
+    call was not short by the wall clock, because reading it takes as long as an ordinary mask.
 
-    Args: took: told what each call has taken of a processor, in seconds; infinity if that was too much for
-        llguidance, which then lets nobody go on with a copy of the matcher.
+    Args: took: called with the processor time of each call in seconds; infinity if that was too much for
+        llguidance, which then invalidates all copies of the matcher.
     """
 
     def __init__(self, matcher: LLMatcher, took: Callable[[float], None] = lambda time_s: None) -> None:
@@ -79,7 +79,7 @@ class Follower:
         self._mask = b""
 
     def mask(self) -> bytes:
-        """A bit for each token: whether it may come next. At the grammar's end, only those that end may.
+        """Return a bit for each token: whether it may come next. At the grammar's end only ending tokens may.
 
         Raises: InvalidRequest: that takes too much time or memory (reason `grammar_limit`).
         """
@@ -90,7 +90,7 @@ class Follower:
         return self._mask
 
     def accept(self, token_id: int) -> bool:
-        """Go on with a token. Returns whether another one may follow.
+        """Go on with a token. Return whether another one may follow.
 
         Raises: InvalidRequest: as `mask`; KvferryError: it may not come next (reason `grammar_mismatch`).
         """
@@ -124,7 +124,7 @@ def _limit(why: str) -> InvalidRequest:
 
 
 def _source(kind: str, text: str) -> str:
-    """Raises: ValueError, RecursionError."""
+    """Convert a grammar's text for llguidance. Raises: ValueError, RecursionError."""
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -145,7 +145,7 @@ def _source(kind: str, text: str) -> str:
 
 
 def first_line(matcher: LLMatcher) -> str:
-    """What is wrong with a matcher, in one line."""
+    """Return what is wrong with a matcher, in one line."""
     lines = [line for line in matcher.get_error().splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["unknown"])[0].removeprefix("error: ")[:300]

@@ -1,5 +1,5 @@
-"""Which tokens may come next: those that a grammar allows, none that end a completion too early, the end of
-thoughts that have used their budget, or those that a replay draws again.
+"""Which tokens may come next: those that a grammar allows, none that end a completion too early, only the end
+of thoughts that have used up their budget, or those that a replay draws again.
 
 Used by the samplers (`sampler.py`) of completions that need it. Does not draw.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def mask_rows(num_rows: int, vocab_size: int) -> np.ndarray:
-    """Room for what is added to logits: zeros, float32 `[num_rows, V rounded up to a multiple of 32]`."""
+    """Allocate what is added to logits: zeros, float32 `[num_rows, V rounded up to a multiple of 32]`."""
     return np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.float32)
 
 
 class Mask:
-    """One completion's. Not thread-safe.
+    """One completion's mask. Not thread-safe.
 
-    Args: end_ids: that end it; matcher: of its grammar, at the beginning.
+    Args: end_ids: ids that end it; matcher: of its grammar, at the beginning.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Mask:
         """Tokens of thoughts."""
 
     def is_needed(self, index: int) -> bool:
-        """Whether some ids may not be the token of this index, which is the next one."""
+        """Return whether some ids may not be the token of this index, which is the next one."""
         if self._matcher is not None or self._params.thinking is not None:
             return True
         return index < max(self._params.min_tokens, len(self._params.delivered))
@@ -73,7 +73,7 @@ class Mask:
             row[self._end_ids] = -np.inf
 
     def blocked(self, index: int) -> Tensor:
-        """As `block`, float32 `[1, V]`."""
+        """Return what `block` writes, float32 `[1, V]`."""
         rows = mask_rows(1, self._vocab_size)
         self.block(rows[0], index)
         return torch.from_numpy(rows)[:, : self._vocab_size]
@@ -99,13 +99,13 @@ class BatchMasks:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._rows = mask_rows(num_slots, vocab_size)
-        # on a CPU, the same memory
+        # on a CPU, this is the same memory
         self._blocked = torch.from_numpy(self._rows)[:, :vocab_size].to(device)
         self._allowed_logits = torch.zeros(num_slots, vocab_size, device=device)
         self.samplers: dict[int, SequenceSampler] = {}
 
     def refill(self) -> None:
-        """Show which tokens may come next, and remove the masks that are needed no more."""
+        """Show which tokens may come next, and remove masks that are no longer needed."""
         for slot, sampler in list(self.samplers.items()):
             if not sampler.is_masked:
                 self.remove(slot)
@@ -124,8 +124,8 @@ class BatchMasks:
             self._show(slot)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits of the first slots, masked. Args: float32 `[S, V]`."""
-        # Into memory that is there: a new tensor of this size costs more than the arithmetic.
+        """Mask the logits of the first slots. Args: float32 `[S, V]`."""
+        # Reuse memory: a new tensor of this size costs more than the arithmetic.
         allowed = self._allowed_logits[: len(logits)]
         return torch.add(logits, self._blocked[: len(logits)], out=allowed)
 

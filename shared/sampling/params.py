@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_PROMPT_ALTERNATIVES = 20
-"""For each token of a prompt whose log-probabilities are reported."""
+"""The most alternatives for each token of a prompt whose log-probabilities are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What a completion's text must be.
+    """A constraint on a completion's text.
 
     Attributes: text: a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's or
         GBNF's syntax ("lark" is certainly Lark's).

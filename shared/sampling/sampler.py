@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 _LEAST_MOST = 64
-"""Putting as many weights in order takes no longer than putting one."""
+"""Sorting this many weights takes no longer than sorting one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Flavour:
 
     Attributes:
         draws: a temperature above 0; truncates: top_k or top_p; penalises: a bias or a penalty.
-        masks: tokens that may not come next.
+        masks: there are tokens that may not come next.
         most: at least every top_k of the completions, 0 without any; one of few numbers, so that batches of
             other completions have the same.
         nuclei: a completion has top_p, and no top_k.
@@ -81,7 +81,7 @@ _numbers_of = attrgetter(*NUMBERS)
 
 
 def numbers_of(batch: Sequence[SamplingParams]) -> Tensor:
-    """The parameters used in the arithmetic: float64 `[len(NUMBERS), B]`, on the host."""
+    """Return the parameters used in the arithmetic: float64 `[len(NUMBERS), B]`, on the host."""
     return torch.tensor(list(map(_numbers_of, batch)), dtype=torch.float64).T.contiguous()
 
 
@@ -103,11 +103,11 @@ class Penalties:
         return cls(bias=bias, seen=torch.zeros_like(bias, dtype=torch.bool), counts=counts)
 
     def first(self, count: int) -> Penalties:
-        """Views of the first rows."""
+        """View the first rows."""
         return Penalties(bias=self.bias[:count], seen=self.seen[:count], counts=self.counts[:count])
 
     def apply(self, logits: Tensor, numbers: Tensor) -> Tensor:
-        """Steps 2 to 4 of `SequenceSampler`. Args: logits float64 `[B, V]`; numbers: as `numbers_of`."""
+        """Do steps 2 to 4 of `SequenceSampler`. Args: logits float64 `[B, V]`; numbers: as `numbers_of`."""
         repetition, presence, frequency = numbers[4:, :, None]
         logits = logits + self.bias
         penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -124,7 +124,7 @@ class Penalties:
 
 
 def draw(logits: Tensor, numbers: Tensor, uniforms: Tensor, flavour: Flavour) -> Tensor:
-    """Steps 5 to 9 of `SequenceSampler`.
+    """Draw tokens by steps 5 to 9 of `SequenceSampler`.
 
     Args: logits float64 `[B, V]`, penalised; numbers: as `numbers_of`; uniforms float64 `[B]` in [0, 1).
     Returns: int64 `[B]`; any id for a row whose logits are not finite.
@@ -215,7 +215,7 @@ class SequenceSampler:
 
     @property
     def is_masked(self) -> bool:
-        """Whether some ids may not be the next token."""
+        """Return whether some ids may not be the next token."""
         return self._mask is not None and self._mask.is_needed(self.next_index)
 
     def block(self, row: np.ndarray) -> None:
@@ -262,7 +262,7 @@ class SequenceSampler:
         return token
 
     def refusal(self) -> KvferryError:
-        """The error to raise if no token can be drawn."""
+        """Return the error to raise if no token can be drawn."""
         if self._mask is not None and self.params.grammar is not None:
             try:
                 if self._mask.blocked(self.next_index).isinf().all():
@@ -276,7 +276,7 @@ class SequenceSampler:
         )
 
     def uniforms(self, count: int, *, at: int) -> list[float]:
-        """The uniform numbers in [0, 1) of `count` tokens from index `at` on."""
+        """Return the uniform numbers in [0, 1) of `count` tokens from index `at` on."""
         return [_uniform(self.params.seed, at + i) for i in range(count)]
 
     def copy_penalties(self, target: Penalties, row: int) -> None:
@@ -299,7 +299,7 @@ class SequenceSampler:
             self._penalties.counts[0, token_id] += 1
 
     def _first_penalties(self, prompt_token_ids: Sequence[int]) -> Penalties:
-        """Marks the prompt as seen and counts the last tokens that a replay has already delivered."""
+        """Mark the prompt as seen and count the last tokens that a replay has already delivered."""
         penalties = Penalties.zeros(1, self._vocab_size, "cpu")
         for token_id, value in self.params.logit_bias.items():
             penalties.bias[0, token_id] = value
@@ -320,13 +320,13 @@ class SequenceSampler:
 
 
 def _uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends only on (seed, index), on every machine."""
+    """Return a number in [0, 1) with 53 random bits that depends only on (seed, index), on every machine."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8, person=b"kvferry-sample").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values, descending; equal values are ordered by index."""
+    """Return the indices of the `count` largest values, descending; equal values are ordered by index."""
     count = min(count, values.numel())
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -360,12 +360,12 @@ class BatchSampler:
 
     @property
     def flavour(self) -> Flavour:
-        """What the placed sequences need."""
+        """The parts of sampling that the placed sequences need."""
         return replace(self._flavour, masks=self.needs_tokens)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a token must be known before the next one can be drawn."""
+        """Return whether a token must be known before the next one can be drawn."""
         return self._masks is not None and bool(self._masks.samplers)
 
     def place(self, slot: int, sampler: SequenceSampler) -> None:

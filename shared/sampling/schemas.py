@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: what demands nothing is left out, and the rest means the same."""
+"""JSON schemas as llguidance takes them: without ineffective keywords, and otherwise equivalent."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from kvferry.shared.errors import InvalidRequest
 
 _WHITESPACE = r"[ \n\t\r]{1,40}"
-"""Between two parts of JSON. It is bounded, or an undecided model would write nothing else."""
+"""White space between two parts of JSON. It is bounded, or an undecided model would write nothing else."""
 _FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _MOST = 2**63 - 2**10
-"""Bounds beyond it are those of a programming language's numbers, and this one is as good."""
+"""Larger bounds come from a programming language's number types, and can be left out."""
 _MOST_CHARACTERS = 2**31
 _MOST_COMPARED = 4096
 """Pairs of a property and a pattern."""
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", 1e-4), ("exclusiveMaximum", "maximum", -1e-4))
 _VALUES = frozenset({"const", "enum", "default", "examples"})
-"""What these have is no schema."""
+"""The values of these are not schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""What these have is schemas by names of the client's, which may be those of keywords."""
+"""The values of these are schemas by names that the client chose, which may equal keywords."""
 _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
     "$schema": lambda value: True,
-    "format": lambda value: value not in _FORMATS,  # JSON Schema has these as remarks
+    "format": lambda value: value not in _FORMATS,  # JSON Schema treats these as annotations
     "uniqueItems": lambda value: value is False,
     "unevaluatedProperties": lambda value: value is True or value == {},
     "unevaluatedItems": lambda value: value is True or value == {},
@@ -37,14 +37,14 @@ _ASKS_NOTHING: dict[str, Callable[[Any], bool]] = {
     "maxLength": lambda value: isinstance(value, int | float) and value >= _MOST_CHARACTERS,
 }
 _NEEDS = (("contains", ("minContains", "maxContains")), ("if", ("then", "else")))
-"""Keywords that ask for nothing without another one."""
+"""Keywords that have no effect without another one."""
 _SPECIAL, _ESCAPED = re.compile(r"[\\^$.|?*+()\[\]{}]"), r"\\\g<0>"
 
 
 def guided_json(schema: Any, *, is_compact: bool = False) -> str:
-    """The schema for llguidance, with how white space is written: bounded, or none.
+    """Return the schema for llguidance, with a rule for white space: bounded, or none.
 
-    Raises: InvalidRequest: it has what llguidance takes, and cannot follow.
+    Raises: InvalidRequest: it has what llguidance accepts but cannot follow.
     """
     shown = _guided(schema)
     if not isinstance(shown, dict):
@@ -56,7 +56,7 @@ def guided_json(schema: Any, *, is_compact: bool = False) -> str:
 
 
 def _guided(schema: Any) -> Any:
-    """A schema, or a list of them. What llguidance does not support stays, and is refused there."""
+    """Convert a schema, or a list of them. What llguidance does not support stays, and is refused there."""
     if isinstance(schema, list):
         return [_guided(item) for item in schema]
     if not isinstance(schema, dict):
@@ -66,7 +66,7 @@ def _guided(schema: Any) -> Any:
         if name in _ASKS_NOTHING and _ASKS_NOTHING[name](value):
             continue
         if name in _BY_NAME and isinstance(value, dict):
-            shown[name] = {its: _guided(inner) for its, inner in value.items()}
+            shown[name] = {key: _guided(inner) for key, inner in value.items()}
         else:
             shown[name] = value if name in _VALUES else _guided(value)
     for needed, names in _NEEDS:
@@ -77,7 +77,7 @@ def _guided(schema: Any) -> Any:
 
 
 def _within_range(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without bounds that llguidance's numbers do not reach."""
+    """Return the schema without bounds that llguidance's numbers do not reach."""
     bounds = {name: value for name in (*_LOW, *_HIGH) if isinstance(value := schema.get(name), int | float)}
     low = {name: max(bounds[name], -_MOST) for name in _LOW if name in bounds}
     high = {name: min(bounds[name], _MOST) for name in _HIGH if name in bounds}
@@ -85,7 +85,7 @@ def _within_range(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with narrow exclusive bounds as inclusive ones, a little inside.
+    """Return the schema with narrow exclusive bounds as inclusive ones, a little inside.
 
     llguidance 1.9 allows a whole exclusive bound itself if the other bound is not whole and less than 1 away:
     15 for a number above 15 and below 15.5.
@@ -102,9 +102,9 @@ def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_overlap(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without patterns of properties that have only one property's name, which then follows both.
+    """Return the schema without patterns that match only one property's name, which then obeys both schemas.
 
-    Raises: InvalidRequest: another pattern matches a property. llguidance takes it, and cannot follow it.
+    Raises: InvalidRequest: another pattern matches a property. llguidance accepts that but cannot follow it.
     """
     named, patterns = schema.get("properties"), schema.get("patternProperties")
     if not (isinstance(named, dict) and isinstance(patterns, dict)):
@@ -130,16 +130,16 @@ def _without_overlap(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a client's pattern matches, by an engine whose time grows no faster than the text."""
+    """Return whether a client's pattern matches, by an engine whose time is linear in the text."""
     try:
         validator = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
-    except SchemaError:  # llguidance says what is wrong with it
+    except SchemaError:  # llguidance reports what is wrong with it
         return False
     return validator.isinstance_python(name)
 
 
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with a pattern of properties for `propertyNames`, where it has no other properties."""
+    """Return the schema with a pattern of properties for `propertyNames`, if it has no other properties."""
     names = schema.get("propertyNames")
     if names is None:
         return schema

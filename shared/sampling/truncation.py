@@ -1,9 +1,8 @@
-"""top_k and top_p: which of a row's weights may be drawn, without putting the whole vocabulary in order.
-
-With top_k, the largest weights are put in order, as many as `most` says. With top_p alone, the smallest
-weight that is selected is searched for: on CUDA digit by digit in a fixed number of launches, so that a step
-can be captured; on a CPU among the largest 1,024 first, where a trained model's nucleus nearly always ends,
-then by dividing those that are left at one of them. Does not draw.
+"""top_k and top_p: which of a row's weights may be drawn, without sorting the whole vocabulary. With top_k,
+the largest weights are sorted, as many as `most` says. With top_p alone, the smallest weight that is selected
+is searched for: on CUDA digit by digit in a fixed number of launches, so that a step can be captured; on a
+CPU among the largest 1,024 first, where a trained model's nucleus nearly always ends, then by dividing those
+that are left at one of them. Does not draw.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from torch import Tensor
 from kvferry.kernels.decoder_ops import nucleus
 
 _HEAD = 1024
-"""More than a nucleus of a trained model has, nearly always."""
+"""More weights than a trained model's nucleus has, nearly always."""
 _FEW = 512
-"""Weights that are put in order rather than divided."""
+"""This many weights or fewer are sorted rather than divided."""
 _SAMPLES = 33
 
 
 def truncated(weights: Tensor, top_k: Tensor, top_p: Tensor, *, most: int, nuclei: bool) -> Tensor:
-    """Weights, with those excluded by top_k and top_p set to zero. The largest one is never excluded, of
-    equal ones that of the lowest index.
+    """Set the weights that top_k and top_p exclude to zero. The largest one is never excluded; of equal ones,
+    that of the lowest index.
 
     Args:
         weights: float64 `[B, V]`, not normalised, at least 0; top_k, top_p `[B, 1]`, 0 and 1 for none.
@@ -52,14 +51,14 @@ def _replaced(cut: _Cut, where: Tensor, other: _Cut) -> _Cut:
 
 
 def _of_largest(weights: Tensor, count: int, total: Tensor, top_k: Tensor, top_p: Tensor) -> _Cut:
-    """Of rows that select no more than `count`."""
+    """Return the cut of rows that select no more than `count`."""
     ordered = weights.topk(min(count, weights.shape[1]), dim=1).values
     number = _num_inside(ordered, total, top_k, top_p)
     return ordered.gather(1, number - 1), number
 
 
 def _num_inside(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """How many of the largest weights top_k and top_p select, int64 `[B, 1]`: at least 1, at most n.
+    """Return how many of the largest weights top_k and top_p select, int64 `[B, 1]`: at least 1, at most n.
 
     Args: ordered: float64 `[B, n]`, descending; total: of all weights, `[B, 1]`.
     """
@@ -73,12 +72,13 @@ def _num_inside(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) ->
 
 
 def _nuclei(weights: Tensor, total: Tensor, top_p: Tensor, searched: Tensor) -> _Cut:
-    """On a device: nothing is read on the host. Args: searched: bool `[B, 1]`, rows that have a result."""
+    """Find cuts on a device, without reads on the host. Args: searched: bool `[B, 1]`, rows that have a
+    result."""
     goal = top_p * total
     least = nucleus(weights, goal)
     above = weights > least
     before = torch.where(above, weights, 0.0).sum(1, keepdim=True)
-    # of equal weights those before which the goal is not reached
+    # among equal weights, those before which the goal is not reached
     equals = ((goal - before) / least).ceil().clamp(1, weights.shape[1]).nan_to_num(1.0).long()
     return least, above.sum(1, keepdim=True) + equals
 
@@ -94,7 +94,7 @@ def _nuclei_on_cpu(weights: Tensor, total: Tensor, top_p: Tensor, searched: Tens
 
 
 def _divided(weights: Tensor, goal: float) -> tuple[float, int]:
-    """A row's cut: its weights are divided at one of them, and the part that has the cut is again."""
+    """Find a row's cut: its weights are divided at one of them, then again the part that has the cut."""
     left, reached, num_above = weights, 0.0, 0
     while len(left) > _FEW:
         step = len(left) // _SAMPLES

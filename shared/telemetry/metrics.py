@@ -46,7 +46,7 @@ class _Families:
 
 
 def certificate_expiry(registry: CollectorRegistry, expires_at_s: float) -> None:
-    """Have a service with a certificate say when it ends. The service reads its files at start."""
+    """Have a service with a certificate report its expiry. The service reads its files at start."""
     gauge = Gauge(CERTIFICATE_EXPIRY, "Unix time at which the service's certificate ends", registry=registry)
     gauge.set(expires_at_s)
 

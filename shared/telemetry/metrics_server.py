@@ -6,6 +6,7 @@ With certificates it speaks TLS, and only a client with the certificate of `METR
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import socketserver
 import ssl
@@ -27,7 +28,7 @@ from kvferry.shared.trust.certs import METRICS_READERS, Certs, tls_name
 logger = structlog.get_logger(__name__)
 
 MAX_WAITING = 128
-"""Connections at once that have sent no request; the oldest gives way."""
+"""The most connections that have sent no request; beyond it the oldest is closed."""
 _REQUEST_TIMEOUT_S = 10.0
 _READERS = frozenset(map(tls_name, METRICS_READERS))
 
@@ -48,15 +49,15 @@ class MetricsServer(ThreadingHTTPServer):
         registry: CollectorRegistry,
         host: str,
         port: int,
-        is_ready: Callable[[], bool] | None,
+        problem: Callable[[], str] | None,
         tls: ssl.SSLContext | None,
     ) -> None:
         self.registry = registry
-        self.is_ready = is_ready
+        self.problem = problem
         self._tls = tls
-        self._lock = threading.Lock()  # so that a descriptor is not shut down once it is another connection's
+        self._lock = threading.Lock()  # so that a descriptor reused by another connection is not shut down
         self._waiting: dict[socket.socket, float] = {}
-        """Connections that have sent no request, and until when they may."""
+        """Connections that have sent no request, and their deadlines."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _MetricsHandler)
         self._thread = threading.Thread(
@@ -89,7 +90,7 @@ class MetricsServer(ThreadingHTTPServer):
                     return
                 del self._waiting[connection]
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own is not for another thread
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own is bound to its thread
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer one connection, in its own thread, so that a slow handshake holds up nobody."""
@@ -111,13 +112,13 @@ class MetricsServer(ThreadingHTTPServer):
             logger.exception("a metrics request failed")
 
     def waits_no_more(self, connection: socket.socket) -> bool:
-        """Take note that a request has come, or the end; returns whether the connection was not shut down."""
+        """Note that a request, or the end, has come; return whether the connection was not shut down."""
         with self._lock:
             return self._waiting.pop(connection, None) is not None
 
     @property
     def address(self) -> str:
-        """host:port as bound."""
+        """The bound address, host:port."""
         return format_address(self.server_name, self.server_port)
 
     def close(self) -> None:
@@ -132,27 +133,28 @@ def serve_metrics(
     registry: CollectorRegistry,
     listen: str,
     *,
-    is_ready: Callable[[], bool] | None = None,
+    problem: Callable[[], str] | None = None,
     certs: Certs | None = None,
 ) -> MetricsServer:
     """Serve `/metrics` of a registry, `/health` and `/ready` from a thread.
 
     Args:
         listen: host:port; port 0 picks a free one.
-        is_ready: decides whether `/ready` answers 200 or 503, called from the server's threads; None: 404.
+        problem: says why the service is not ready, with which `/ready` answers 503; "" where it is ready:
+            200. Called from the server's threads. None: 404.
         certs: the service's; every path then needs TLS and a reader's certificate. None: plain HTTP.
     Raises: ConfigurationError for a malformed address or one that cannot be bound.
     """
     host, port = parse_address("metrics_listen", listen)
     tls = certs.server_context() if certs is not None else None
     try:
-        return MetricsServer(registry, host, port, is_ready, tls)
+        return MetricsServer(registry, host, port, problem, tls)
     except OSError as error:
         raise ConfigurationError(f"metrics_listen is {listen!r}; it cannot be bound: {error}") from error
 
 
 def _names(connection: ssl.SSLSocket) -> set[str]:
-    """The common names of the client's certificate, which the handshake has verified."""
+    """Return the common names of the client's certificate, which the handshake has verified."""
     subject: Any = (connection.getpeercert() or {}).get("subject", ())
     return {value for part in subject for key, value in part if key == "commonName"}
 
@@ -169,11 +171,12 @@ class _MetricsHandler(BaseHTTPRequestHandler):
             self._reply(200, content_type, encode(self.server.registry))
         elif path == "/health":
             self._reply(200, "application/json", b'{"status": "ok"}')
-        elif path == "/ready" and self.server.is_ready is not None:
-            if self.server.is_ready():
-                self._reply(200, "application/json", b'{"status": "ready"}')
+        elif path == "/ready" and self.server.problem is not None:
+            if reason := self.server.problem():
+                told = json.dumps({"status": "not ready", "reason": reason}).encode()
+                self._reply(503, "application/json", told)
             else:
-                self._reply(503, "application/json", b'{"status": "not ready"}')
+                self._reply(200, "application/json", b'{"status": "ready"}')
         else:
             allowed = b"paths: /metrics, /health, and /ready of workers\n"
             self._reply(404, "text/plain; charset=utf-8", allowed)

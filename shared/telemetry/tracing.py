@@ -39,8 +39,8 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class _Tracing:
-    """This process's tracer. The library's global one is not used, because other libraries trace with it,
-    such as a web framework every poll of /ready."""
+    """This process's tracer. The library's global one is not used, because other libraries trace with it: a
+    web framework, for example, every poll of /ready."""
 
     tracer: trace.Tracer = trace.NoOpTracer()
 
@@ -81,19 +81,19 @@ def setup_tracing(endpoint: str, service: str) -> Callable[[], None]:
 
 
 def current_context() -> Context:
-    """The context of the current span, for work that continues in another thread."""
+    """Return the context of the current span, for work that continues in another thread."""
     return otel_context.get_current()
 
 
 def carrier() -> dict[str, str]:
-    """The current context as W3C headers; empty outside any trace."""
+    """Return the current context as W3C headers; empty outside any trace."""
     headers: dict[str, str] = {}
     _propagator.inject(headers)
     return headers
 
 
 def context_of(headers: Mapping[str, str]) -> Context | None:
-    """The context in W3C headers; None if there is none or it is invalid."""
+    """Return the context in W3C headers; None if there is none or it is invalid."""
     found = _propagator.extract(dict(headers), context=Context())
     return found if trace.get_current_span(found).get_span_context().is_valid else None
 
@@ -116,7 +116,7 @@ def fail(error: BaseException) -> None:
 
 
 def answered(model: str, *, input_tokens: int, output_tokens: int, finish_reasons: Sequence[str]) -> None:
-    """Give the current span what OpenTelemetry's conventions for generative AI say of a completion."""
+    """Give the current span a completion's attributes by OpenTelemetry's conventions for generative AI."""
     trace.get_current_span().set_attributes(
         {
             "gen_ai.provider.name": "kvferry",
@@ -131,7 +131,7 @@ def answered(model: str, *, input_tokens: int, output_tokens: int, finish_reason
 
 @contextmanager
 def stage(name: str, parent: Context | None = None, **attributes: Attribute) -> Iterator[None]:
-    """A span around a block, current within it; none without a trace. Attributes get the prefix
+    """Open a span around a block, current within it; none without a trace. Attributes get the prefix
     `kvferry.`."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         yield
@@ -144,7 +144,7 @@ def stage(name: str, parent: Context | None = None, **attributes: Attribute) -> 
 def entry(
     name: str, parent: Context | None, kind: SpanKind = SpanKind.SERVER, **attributes: Attribute
 ) -> Iterator[None]:
-    """The span of an incoming request, current within the block; starts a trace if it has no parent."""
+    """Open an incoming request's span, current within the block; without a parent it starts a trace."""
     named = {f"{_NAME}.{key}": value for key, value in attributes.items()}
     with _tracing.tracer.start_as_current_span(
         name,

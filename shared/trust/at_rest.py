@@ -15,7 +15,7 @@ A sealed value is a header and a ciphertext with its tag. The header is little-e
     44      16+n  ciphertext and tag
 
 The tag covers the header and a context (what the value is, and whose), so that a value in another's place
-does not open. It does not show that a value is the newest one.
+does not open. It does not prove that a value is the newest one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAGIC, _VERSION = b"KVFe", 1
 _HEADER = struct.Struct("<4sHH16s8s12s")
 _KEY_ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
 SEALED_BYTES = _HEADER.size + _TAG_BYTES
-"""By how much a sealed value is longer."""
+"""How much longer a sealed value is."""
 
 _MAX_FILE_BYTES = 64 << 10
 _MAX_OWNERS = 4096
@@ -51,7 +51,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class AtRestKeys:
-    """Master keys, and what is derived from them. Thread-safe.
+    """Master keys, and the keys derived from them. Thread-safe.
 
     Args:
         masters: the first one seals.
@@ -66,7 +66,7 @@ class AtRestKeys:
 
     @classmethod
     def read(cls, path: str) -> AtRestKeys | None:
-        """The keys of a file: 32 bytes in base64, one a line; None where the path is empty.
+        """Read the keys of a file: 32 bytes in base64, one a line; None where the path is empty.
 
         Raises: ConfigurationError, which quotes no key.
         """
@@ -88,14 +88,14 @@ class AtRestKeys:
         return cls(tuple(masters))
 
     def seal(self, owner: str, value: Bytes, *, context: str, label: bytes = bytes(LABEL_BYTES)) -> bytes:
-        """A value that only `open` with the same owner and context gives back."""
+        """Seal a value, so that only `open` with the same owner and context returns it."""
         nonce = os.urandom(_NONCE_BYTES)
         header = _HEADER.pack(_MAGIC, _VERSION, 0, label, self._first, nonce)
         cipher = self._cipher(self._first, owner)
         return header + cipher.encrypt(nonce, bytes(value), header + context.encode())
 
     def open(self, owner: str, sealed: bytes, *, context: str) -> bytes:
-        """The value. Raises: Unreadable."""
+        """Return the value. Raises: Unreadable."""
         if not is_sealed(sealed):
             raise Unreadable("it is not encrypted, and at_rest_keys has keys")
         if len(sealed) < SEALED_BYTES:
@@ -112,7 +112,7 @@ class AtRestKeys:
             raise Unreadable("it is damaged, or another's: its tag does not match") from None
 
     def is_of_first_key(self, sealed: bytes) -> bool:
-        """Whether a sealed value has the key that `seal` uses."""
+        """Return whether a sealed value has the key that `seal` uses."""
         return bool(_HEADER.unpack_from(sealed)[4] == self._first)
 
     def _make_cipher(self, key_id: bytes, owner: str) -> AESGCM:
@@ -128,9 +128,9 @@ def is_sealed(value: Bytes) -> bool:
 
 
 def open_with(keys: AtRestKeys | None, owner: str, value: bytes, *, context: str) -> bytes:
-    """A value as it was before it was sealed, if there are keys; the value itself without keys.
+    """Open a sealed value if there are keys; return the value itself without keys.
 
-    Raises: Unreadable: it was sealed with other keys, or was not although there are keys.
+    Raises: Unreadable: it was sealed with other keys, or was not sealed although there are keys.
     """
     if keys is not None:
         return keys.open(owner, value, context=context)

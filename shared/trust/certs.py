@@ -30,17 +30,17 @@ from kvferry.shared.errors import ConfigurationError
 Role = Literal["router", "prefill", "decode", "metrics"]
 ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "metrics")
 CLIENT_ROLES: tuple[Role, ...] = ("router", "metrics")
-"""Whose certificates are for clients; the others' are for servers."""
+"""The roles whose certificates are for clients; the others' are for servers."""
 METRICS_READERS: tuple[Role, ...] = ("router", "metrics")
 PEERS: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
-"""Who may send blocks to a worker, and to whom it sends."""
+"""The role that may send blocks to a worker, and to which it sends."""
 
 _MAX_FILE_BYTES = 1 << 20
 _KEY_BYTES = 32
 
 
 def tls_name(role: Role) -> str:
-    """The name in a role's certificate."""
+    """Return the name in a role's certificate."""
     return f"{role}.kvferry.internal"
 
 
@@ -75,7 +75,7 @@ class Certs:
 
     @classmethod
     def of(cls, folder: str, role: Role) -> Certs | None:
-        """None where the folder is empty: there are no certificates."""
+        """Find a role's certificates; None where the folder is "": there are none."""
         return cls(folder, role) if folder else None
 
     @property
@@ -92,23 +92,23 @@ class Certs:
             ) from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a worker; clients must have a certificate too."""
+        """Make a worker's credentials; clients must have a certificate too."""
         pair = [(self._key, self._chain)]
         return grpc.ssl_server_credentials(pair, self._authority, require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of the router."""
+        """Make the router's credentials."""
         return grpc.ssl_channel_credentials(self._authority, self._key, self._chain)
 
     def server_context(self) -> ssl.SSLContext:
-        """Of a worker's HTTP server; clients must have a certificate too."""
+        """Make the context of a worker's HTTP server; clients must have a certificate too."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Of a client of workers' HTTP servers. All roles have names that are no addresses, so any server is
-        taken that the authority knows; only workers' certificates are for servers."""
+        """Make the context of a client of workers' HTTP servers. Roles' names are not addresses, so any
+        server known to the authority is accepted; only workers' certificates are for servers."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return context
@@ -126,7 +126,7 @@ class Certs:
         return context
 
     def block_keys(self) -> BlockKeys:
-        """Of a worker.
+        """Read a worker's keys for blocks.
 
         Raises: ConfigurationError where a file is missing or is not a key.
         """

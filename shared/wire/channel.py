@@ -17,7 +17,7 @@ Peer = bytes
 
 
 def ignore_transport(name: str) -> None:
-    """What a channel calls with the transport to a receiver where nobody counts."""
+    """Ignore the name of the transport to a receiver: a channel's default where nobody counts them."""
 
 
 class SendResult(enum.Enum):
@@ -87,7 +87,7 @@ class ListeningChannel(Channel, Protocol):
 
 
 class Watching(Protocol):
-    """What a channel between machines lets the one above it wait for."""
+    """Lets the channel above a channel between machines wait for descriptors."""
 
     def watch(self, descriptor: int, *, for_room: bool = False) -> None:
         """Let `poll` return also when a descriptor can be read, or written to if `for_room`."""
@@ -101,7 +101,7 @@ class ConnectingNetwork(Channel, Watching, Protocol):
 
     @property
     def peers(self) -> Set[Peer]:
-        """Those that are connected or being connected."""
+        """The peers that are connected or being connected."""
         ...
 
 

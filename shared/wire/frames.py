@@ -66,7 +66,7 @@ _KEY_OFFSET = 8
 
 NO_PAYLOAD = (memoryview(b""),)
 _MAX_FRAMES = {MessageType.LAYER: 2 + MAX_LAYER_TENSORS, MessageType.BLOCK: 1 + MAX_LAYER_TENSORS}
-"""Of a message, its header included; 2 of the other types."""
+"""The most frames of a message, including its header; 2 for other types."""
 _MAX_MESSAGE_CHARS = 1024
 
 
@@ -169,7 +169,7 @@ def decode_message(frames: Sequence[memoryview | bytes]) -> tuple[FrameHeader, S
 
 
 def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
-    """The key in a message that may be invalid otherwise; its place is the same in every version.
+    """Return the key in a message that may be invalid otherwise; its place is the same in every version.
 
     Use it only to find the transfer of an invalid message, never to accept a message.
     """
@@ -204,8 +204,8 @@ class _RecordCodec(Generic[_Record]):
         return payload
 
     def decode(self, payload: memoryview | bytes) -> _Record:
-        """Decodes the record, encodes it again and compares, which finds unknown keys, missing keys and
-        values such as NaN."""
+        """Decode a record, encode it again and compare: this finds unknown and missing keys, and values such
+        as NaN."""
         if len(payload) > self._limit_bytes:
             raise _malformed(f"{self._name} is {len(payload)} bytes; at most {self._limit_bytes} are allowed")
         try:
@@ -223,7 +223,8 @@ class _RecordCodec(Generic[_Record]):
 
 
 def _explain(error: str, payload: memoryview | bytes) -> str:
-    """msgspec's message with the field's value, which it does not show: `num_layers is 0; Expected int >= 1`.
+    """Add to msgspec's message the field's value, which it does not show:
+    `num_layers is 0; Expected int >= 1`.
 
     For an item of a list it shows the list, because msgspec does not say which item it is.
     """
@@ -266,14 +267,14 @@ _KINDS: dict[str, type[TransferFailed]] = {
 
 
 def encode_nack(error: KvferryError) -> bytes:
-    """An error for the sender to raise; its class is preserved if it is TransferFailed or a subclass."""
+    """Encode an error for the sender to raise; TransferFailed and its subclasses keep their class."""
     kind = type(error).__name__ if type(error).__name__ in _KINDS else TransferFailed.__name__
     message = error.message[:_MAX_MESSAGE_CHARS]
     return _NACK.encode(NackRecord(kind=kind, reason=clean_reason(error.reason), message=message))
 
 
 def decode_nack(payload: memoryview | bytes) -> TransferFailed:
-    """Returns the error. Raises ProtocolMismatch on anything that `encode_nack` does not write."""
+    """Return the error. Raises ProtocolMismatch on anything that `encode_nack` does not write."""
     record = _NACK.decode(payload)
     if record.kind not in _KINDS:
         raise _malformed(f"kind is {record.kind!r}; {', '.join(_KINDS)} are allowed")
@@ -281,17 +282,17 @@ def decode_nack(payload: memoryview | bytes) -> TransferFailed:
 
 
 def encode_abort(reason: str) -> bytes:
-    """A reason that is not a valid label is sent as "other"."""
+    """Encode a reason; one that is not a valid label is sent as "other"."""
     return _ABORT.encode(AbortRecord(reason=clean_reason(reason)))
 
 
 def decode_abort(payload: memoryview | bytes) -> str:
-    """The sender's reason. Raises ProtocolMismatch on anything that `encode_abort` does not write."""
+    """Return the sender's reason. Raises ProtocolMismatch on anything that `encode_abort` does not write."""
     return _ABORT.decode(payload).reason
 
 
 def clean_reason(reason: str) -> str:
-    """The reason if it is a valid label, `[a-z][a-z0-9_]*` of at most 64 characters; else "other"."""
+    """Return the reason if it is a valid label, `[a-z][a-z0-9_]*` of at most 64 characters; else "other"."""
     return reason if re.fullmatch(REASON, reason) else "other"
 
 
@@ -306,7 +307,7 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in TENSOR_DTYPE_BYTES}
 
 
 def tensor_header(named: NamedTensor) -> TensorHeader:
-    """What a layer's header says of a tensor. Raises TransferFailed: another dtype or kind."""
+    """Return what a layer's header says of a tensor. Raises TransferFailed: another dtype or kind."""
     dtype = _DTYPE_NAMES.get(named.tensor.dtype)
     if dtype is None:
         raise TransferFailed(
@@ -321,8 +322,8 @@ def tensor_header(named: NamedTensor) -> TensorHeader:
 
 
 def cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> Iterator[tuple[int, list[Tensor], list[str]]]:
-    """What each message carries of the tensors: how many bytes, the parts and their kinds. The first one may
-    carry nothing."""
+    """Yield what each message carries of the tensors: how many bytes, the parts and their kinds. The first
+    one may carry nothing."""
     parts: list[Tensor] = []
     kinds: list[str] = []
     room = limit_bytes
@@ -339,7 +340,7 @@ def cut(tensors: Sequence[NamedTensor], limit_bytes: int) -> Iterator[tuple[int,
 
 
 def tensor_starts(layer: LayerHeader) -> list[int]:
-    """Where each tensor starts in the layer's bytes, and where the last one ends."""
+    """Return where each tensor starts in the layer's bytes, and where the last one ends."""
     starts = [0]
     for tensor in layer.tensors:
         starts.append(starts[-1] + math.prod(tensor.shape) * TENSOR_DTYPE_BYTES[tensor.dtype])
@@ -371,7 +372,7 @@ class TransferCursor:
         self._tensors: tuple[TensorHeader, ...] = ()
 
     def check_complete(self) -> None:
-        """Raises TransferFailed ("incomplete") unless every tensor of every layer has passed."""
+        """Raise TransferFailed ("incomplete") unless every tensor of every layer has passed."""
         if self.layer + 1 < self._num_layers or self.offset < self.layer_bytes:
             raise TransferFailed(f"transfer ends where {self._expected()} is expected", reason="incomplete")
 

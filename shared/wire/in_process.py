@@ -27,20 +27,20 @@ class InProcessHub:
         self._numbers = itertools.count(1)
 
     def server(self, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None) -> BlockServer:
-        """A server at a new endpoint. See `BlockServer`."""
+        """Make a server at a new endpoint. See `BlockServer`."""
         return BlockServer(self.listening(), sink, on_late_block=on_late_block)
 
     def connecting(self, on_connected: Callable[[str], None] = ignore_transport) -> InProcessChannel:
-        """A sender's channel to this hub's servers."""
+        """Make a sender's channel to this hub's servers."""
         on_connected("in_process")
         return InProcessChannel(self, f"client/{next(self._numbers)}")
 
     def listening(self) -> InProcessChannel:
-        """A receiver's channel at a new endpoint."""
+        """Make a receiver's channel at a new endpoint."""
         return InProcessChannel(self, f"{SCHEME}{next(self._numbers)}", limit=MAX_QUEUED_MESSAGES)
 
     def register(self, name: Peer, channel: InProcessChannel) -> None:
-        """Add a channel, whose name no other has."""
+        """Add a channel, whose name must be unique."""
         with self._lock:
             self.channels[name] = channel
 
@@ -72,7 +72,7 @@ class InProcessChannel:
         pass
 
     def put(self, event: Received | PeerLost) -> SendResult:
-        """BLOCKED if too many messages are waiting already, LOST if the channel is closed."""
+        """Add an event. BLOCKED if too many messages are waiting, LOST if the channel is closed."""
         with self._condition:
             if self._closed:
                 return SendResult.LOST

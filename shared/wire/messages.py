@@ -31,7 +31,7 @@ RESUME_S = 3.0
 RESEND_S = 5.0
 """How long the messages of a failed transfer wait in the send buffer for another receiver."""
 MAX_RETAINED_SELECTIONS = 32
-"""How many transfers of one session a delta may refer to. Finding a row takes time in proportion to it; at
+"""How many transfers of one session a delta may refer to. Finding a row takes time proportional to it; at
 decode, each transfer occupies the bytes of the rows that no later one has."""
 
 TENSOR_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int16": 2, "uint8": 1}

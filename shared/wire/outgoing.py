@@ -1,8 +1,8 @@
 """A transfer being sent: messages that wait for credit and room, and how it ends.
 
 Place in the request's path: prefill shipping a prompt, or decode returning history, queues its layers and
-waits for the acknowledgement; the thread of `sender.py` sends as credit allows. What tensors mean is not
-decided here.
+waits for the acknowledgement; the thread of `sender.py` sends as credit allows. Tensors' meaning is not known
+here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OutgoingTransfer:
         timeout_s: float,
         keeps_failed: bool = False,
     ) -> None:
-        """Args: ticket: of the manifest's key, and with credit."""
+        """Begin. Args: ticket: of the manifest's key, and with credit."""
         self.key, self.peer = manifest.key, ticket.endpoint.encode()
         self._credit_bytes = ticket.credit_bytes
         self._message_bytes = min(MAX_PAYLOAD_BYTES, ticket.credit_bytes, buffer.peer_bytes)
@@ -173,8 +173,8 @@ class OutgoingTransfer:
                 raise
 
     def wait(self, timeout_s: float) -> float:
-        """Wait for the acknowledgement; returns the seconds to it from the first tensor bytes. If none
-        comes in time the transfer fails. Raises as `send_layer`."""
+        """Wait for the acknowledgement; return the seconds to it from the first tensor bytes. If none comes
+        in time, the transfer fails. Raises as `send_layer`."""
         with self._condition:
             if not self._condition.wait_for(lambda: self.is_over, timeout_s):
                 message = f"transfer was not acknowledged within {timeout_s} s"
@@ -184,13 +184,13 @@ class OutgoingTransfer:
             return 0.0 if self._first_sent_s is None else self._acknowledged_s - self._first_sent_s
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something is so of transfers of one sender, or for so long."""
+        """Wait until a condition on one sender's transfers is true, or until the timeout."""
         with self._condition:
             self._condition.wait_for(condition, timeout_s)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is over, and not acknowledged."""
+        """Return whether the transfer is over, and not acknowledged."""
         return self._error is not None
 
     def abort(self, reason: str) -> None:
@@ -235,8 +235,8 @@ class OutgoingTransfer:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes sent so far. A tensor's bytes count under its kind; all the rest is "manifest": the manifest,
-        layer headers and end record, and the header frames of these and of blocks."""
+        """Count the bytes sent so far. A tensor's bytes count under its kind; all the rest is "manifest": the
+        manifest, layer headers and end record, and the header frames of these and of blocks."""
         with self._condition:
             return dict(self._bytes_by_kind)
 
@@ -267,14 +267,14 @@ class OutgoingTransfer:
         return Message(FrameHeader(type=kind, key=self.key), [memoryview(record)], ["manifest"])
 
     def _push(self, message: Message) -> None:
-        """The caller has locked the condition."""
+        """Queue a message. The caller has locked the condition."""
         if self.is_over:
             self._check_open()
         was_empty = not self.queue
         if was_empty and self._sent_bytes == self._written_bytes:
             self._waiting_since_s = time.monotonic()
         self.queue.append(message)
-        if was_empty:  # the thread looks at the queue without the lock, so only once the message is in it
+        if was_empty:  # the thread reads the queue without the lock, so wake it only now
             self._buffer.wake()
 
     def _check_open(self) -> None:
@@ -286,7 +286,7 @@ class OutgoingTransfer:
     # ---- the sender thread's side ------------------------------------------------------------------------
 
     def next(self) -> Message | None:
-        """The message to send next, if there is one and the credit allows it. It stays in the queue until
+        """Return the next message to send, if any and if credit allows it. It stays in the queue until
         `sent`."""
         with self._condition:
             message = self.queue[0] if self.queue else None
@@ -299,7 +299,7 @@ class OutgoingTransfer:
             return message
 
     def sent(self, message: Message) -> None:
-        """The message that `next` returned was sent. If the transfer has ended since, it does not count."""
+        """Note that `next`'s message was sent. If the transfer has ended since, it does not count."""
         with self._condition:
             if not self.queue or self.queue[0] is not message:
                 return
@@ -320,7 +320,7 @@ class OutgoingTransfer:
                 self._first_sent_s = self._last_sent_s
 
     def on_message(self, header: FrameHeader, payload: memoryview | bytes) -> None:
-        """A message of the receiver about this transfer."""
+        """Take a message of the receiver about this transfer."""
         with self._condition:
             if self.is_over or self._failure:
                 return
@@ -363,7 +363,7 @@ class OutgoingTransfer:
         return is_numbered and message.header.sequence < self._next_sequence
 
     def interrupted(self) -> None:
-        """The connection is lost. Over a new one the manifest asks the receiver how far it has come."""
+        """Handle a lost connection. Over a new one the manifest asks the receiver how far it has come."""
         with self._condition:
             if self.is_over:
                 self.queue.clear()  # the receiver cannot be told
@@ -372,7 +372,7 @@ class OutgoingTransfer:
                 self._rewind()
 
     def _rewind(self) -> None:
-        """Queue everything again that is not released, after the manifest."""
+        """Queue everything that is not released again, after the manifest."""
         for message in self._unacknowledged:
             message.was_sent = True
             self._sent_bytes -= message.tensor_bytes
@@ -398,8 +398,8 @@ class OutgoingTransfer:
 
         Args:
             error: why it failed; None: it is acknowledged.
-            tell: the reason that the receiver is told; "" where it knows, or cannot be reached. Then also the
-                message is dropped that was to tell it why a transfer had ended before.
+            tell: the reason that the receiver is told; "" where it knows, or cannot be reached. In that case
+                an earlier message that was to tell it is also dropped.
         """
         with self._condition:
             if not tell or not self.is_over:
@@ -426,7 +426,7 @@ class OutgoingTransfer:
 
     def tick(self, timeout_s: float, keepalive_interval_s: float) -> bool:
         """Fail the transfer if there was no connection for RESUME_S, or no message for `timeout_s` from a
-        receiver that owes an answer. One that failed before ends, if nobody has redirected it in time.
+        receiver that owes an answer. A transfer that failed before ends if nobody has redirected it in time.
 
         Returns: whether a keepalive is due: nothing was sent for an interval.
         """

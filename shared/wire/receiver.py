@@ -51,7 +51,7 @@ from kvferry.shared.wire.messages import (
 
 BEAT_INTERVAL_S = 1.0
 _TAKEOVER_S = 1.0
-"""How long a sender that comes over another connection waits for the loss of its former one."""
+"""How long a sender that returns over another connection waits for the loss of its former one."""
 _PROBE_S = 0.05
 IDLE_TIMEOUT_S = 30.0
 """A transfer is aborted if nothing, not even a keepalive, arrives for this long."""
@@ -67,31 +67,31 @@ class BlockSink(Protocol):
     """
 
     def open(self, manifest: Manifest) -> None:
-        """A manifest has arrived.
+        """Take a manifest that has arrived.
 
         Raises: ProtocolMismatch, LeaseExpired (unknown or outdated key) or TransferFailed.
         """
         ...
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
-        """The next layer's header has arrived.
+        """Take the next layer's header.
 
         Raises: ProtocolMismatch or TransferFailed: its tensors are not the expected ones.
         """
         ...
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """The next bytes of a tensor have arrived; checksum, order and bounds are verified. The payload is a
-        view of the transport's memory, valid only during the call."""
+        """Take the next bytes of a tensor; checksum, order and bounds are verified. The payload is a view of
+        the transport's memory, valid only during the call."""
         ...
 
     def commit(self, end: EndRecord) -> None:
-        """Every byte that the layers' headers announced has been written. When this has returned, the
-        transfer is acknowledged."""
+        """Commit the transfer: every byte that the layers' headers announced has been written. It is
+        acknowledged when this has returned."""
         ...
 
     def abort(self, key: TransferKey, reason: str) -> None:
-        """The transfer failed or was aborted; release its resources. Never called after `commit` returned."""
+        """Release a failed or aborted transfer's resources. Never called after `commit` returned."""
         ...
 
 
@@ -132,7 +132,7 @@ class BlockServer:
     def __init__(
         self, channel: ListeningChannel, sink: BlockSink, *, on_late_block: Callable[[], None] | None = None
     ) -> None:
-        """Args: on_late_block: called for each block that belongs to no open transfer.
+        """Open the channel. Args: on_late_block: called for each block that belongs to no open transfer.
 
         Raises: ConfigurationError: the address cannot be bound.
         """
@@ -141,7 +141,7 @@ class BlockServer:
         self._on_late_block = on_late_block or (lambda: None)
         self._transfers: dict[TransferKey, _IncomingTransfer] = {}
         self._committed: dict[TransferKey, _IncomingTransfer] = {}
-        """Those of the last seconds, for senders that missed the ACK with their connection."""
+        """Transfers of the last seconds, for senders that missed the ACK when they lost their connection."""
         self._stopping = False
         channel.open()
         self._thread = threading.Thread(target=self._run, name="kvferry-block-receiver", daemon=True)
@@ -190,7 +190,7 @@ class BlockServer:
                 next_sweep_s = time.monotonic() + tick_s
 
     def _on_received(self, event: Received) -> None:
-        """An invalid message fails its transfer if that was opened over the same connection."""
+        """Handle a message. An invalid one fails its transfer if that was opened over the same connection."""
         try:
             header, payload = decode_message(event.frames)
             self._dispatch(event.peer, header, payload)
@@ -210,7 +210,7 @@ class BlockServer:
             self._send(event.peer, FrameHeader(type=MessageType.NACK, key=key), encode_nack(error))
 
     def _find(self, key: TransferKey, peer: Peer) -> _IncomingTransfer | None:
-        """The open transfer, if it belongs to the peer's connection."""
+        """Return the open transfer, if it belongs to the peer's connection."""
         incoming = self._transfers.get(key)
         return incoming if incoming is not None and incoming.peer == peer else None
 
@@ -282,8 +282,8 @@ class BlockServer:
             self._grant(incoming)
 
     def _resume(self, incoming: _IncomingTransfer, peer: Peer, manifest: Manifest) -> None:
-        """Go on with a transfer over another connection, if its own is lost, or will be within _TAKEOVER_S:
-        a sender may learn of a cut before its receiver does."""
+        """Go on with a transfer over another connection if its own is lost, or will be within _TAKEOVER_S: a
+        sender may notice a cut before its receiver does."""
         is_again = incoming.peer == peer and incoming.lost_at_s is None
         if is_again or manifest != incoming.manifest:
             raise _second_manifest(manifest)
@@ -293,7 +293,7 @@ class BlockServer:
             self._lose(incoming)
 
     def _lose(self, incoming: _IncomingTransfer) -> None:
-        """The connection is lost: the successor takes over, if there is one."""
+        """Handle the loss of a connection: the successor takes over, if there is one."""
         now_s = incoming.lost_at_s = time.monotonic()
         if incoming.successor is not None:
             incoming.peer, incoming.successor = incoming.successor[0], None
@@ -301,7 +301,7 @@ class BlockServer:
             self._grant(incoming)
 
     def _probe(self, incoming: _IncomingTransfer) -> None:
-        """Find out whether the connection is lost, which some channels tell only where something is sent."""
+        """Find out whether the connection is lost, which some channels report only when something is sent."""
         self._grant(incoming)
         if incoming.successor is not None and time.monotonic() - incoming.successor[1] > _TAKEOVER_S:
             self._refuse_successor(incoming)
@@ -373,8 +373,8 @@ def _second_manifest(manifest: Manifest) -> MalformedMessage:
 
 
 def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> EndRecord:
-    """The end record. Raises TransferFailed if something is missing ("incomplete") or its totals differ
-    ("totals")."""
+    """Return the end record. Raises TransferFailed if something is missing ("incomplete") or its totals
+    differ ("totals")."""
     end = decode_end(payload)
     incoming.cursor.check_complete()
     expected = (incoming.manifest.key, incoming.cursor.num_blocks, incoming.cursor.payload_bytes)
@@ -390,7 +390,7 @@ def _checked_end(incoming: _IncomingTransfer, payload: memoryview | bytes) -> En
 def split(
     cursor: TransferCursor, header: FrameHeader, frames: Sequence[memoryview | bytes]
 ) -> list[tuple[BlockHeader, memoryview]]:
-    """The bytes of the LAYER or BLOCK message that has just passed the cursor, by tensor."""
+    """Divide the bytes of the LAYER or BLOCK message that has just passed the cursor, by tensor."""
     start, parts = header.offset, []
     for raw in frames:
         frame = memoryview(raw)
@@ -406,7 +406,7 @@ def split(
 
 
 def model_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields of a manifest that name a model and its shapes."""
+    """Return the fields of a manifest that name a model and its shapes."""
     return {
         "model_fingerprint": spec.fingerprint,
         "dtype": spec.dtype,
@@ -426,5 +426,5 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, object]) -> None:
 
 
 def part_key(key: TransferKey, first_head: int) -> TransferKey:
-    """Names the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
+    """Name the part of a transfer that begins with a KV head; see "Parts" in `proto/BLOCKS.md`."""
     return replace(key, transfer_id=(key.transfer_id + first_head) % 2**64)

@@ -1,7 +1,7 @@
 """The two ends of a ring of shared memory between processes, and of the Unix socket beside it.
 
 Place in the request's path: under the channels of `shared_memory.py`. The sender makes the ring, passes it
-over the socket, copies large messages into it and sends where they are; the receiver reads them in place and
+over the socket, copies large messages into it and sends their positions; the receiver reads them in place and
 reports how far it has read. Each end is used by its I/O thread only.
 
     packet        from        bytes
@@ -33,7 +33,7 @@ PACKETS_VERSION = 1
 RING_BYTES = 4 * MAX_PAYLOAD_BYTES
 """A sender's ring to one receiver; at least 8/3 of the largest message, see `Ring`."""
 _IN_PACKET_BYTES = 8 << 10
-"""Messages up to this size, and every answer, are in their packet."""
+"""Messages up to this size, and all answers, are in their packet."""
 _IN_PACKET = 2**64 - 1
 """The position of such a message."""
 _MAX_PACKET_BYTES = 16 << 10
@@ -61,7 +61,7 @@ class Ring:
         self.freed = self.used = 0
 
     def place(self, num_bytes: int) -> int | None:
-        """The position for a message; None if there is no room. It is in use when `used` is set behind it."""
+        """Find a message's position; None if there is no room. It is in use once `used` is set behind it."""
         start = self.used
         if start % self.size_bytes + num_bytes > self.size_bytes:
             start += self.size_bytes - start % self.size_bytes
@@ -83,7 +83,7 @@ class _Connection:
         self.is_lost = self.is_full = False
 
     def send_packet(self, *parts: memoryview | bytes) -> bool:
-        """Whether it was sent. If the connection is lost, `receive` notices."""
+        """Return whether the packet was sent. If the connection is lost, `receive` notices."""
         try:
             self.socket.sendmsg(parts)
         except BlockingIOError:
@@ -94,7 +94,7 @@ class _Connection:
         return True
 
     def receive(self, peer: Peer) -> list[Received]:
-        """The next messages that have arrived."""
+        """Return the next messages that have arrived."""
         received: list[Received] = []
         while len(received) < BATCH_MESSAGES and not self.is_lost:
             try:
@@ -105,7 +105,7 @@ class _Connection:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                pass  # comes once if the peer closed before it had read everything; what it sent is next
+                pass  # occurs once if the peer closed before reading everything; what it sent comes next
             except (OSError, ValueError, struct.error) as error:
                 _log.warning("a connection for blocks failed", error=str(error))
                 self.is_lost = True
@@ -115,12 +115,13 @@ class _Connection:
         return self.socket.recv(_MAX_PACKET_BYTES)
 
     def frames_of(self, packet: bytes) -> list[memoryview] | None:
-        """The message in a packet; None if it is none. Raises ValueError, struct.error: it is malformed."""
+        """Return a packet's message; None if it has none. Raises ValueError, struct.error: it is
+        malformed."""
         raise NotImplementedError
 
 
 class RingWriter(_Connection):
-    """A sender's connection. It makes the ring, and may be used when the receiver has it, too."""
+    """A sender's connection. It makes the ring, and may be used once the receiver also has it."""
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected)
@@ -179,7 +180,7 @@ class RingReader(_Connection):
         return super().receive_packet() if self._memory else self._receive_ring()
 
     def frames_of(self, packet: bytes) -> list[memoryview] | None:
-        """Views of the ring that are valid until `report`."""
+        """Return views of the ring that are valid until `report`."""
         if packet == _HELLO:
             return None
         position, frames = _unpack(packet, self._memory)
@@ -227,7 +228,7 @@ def _head(position: int, sizes: Sequence[int]) -> bytes:
 
 
 def _unpack(packet: bytes, ring: memoryview) -> tuple[int, list[memoryview]]:
-    """A message's position and its frames, in the packet or the ring."""
+    """Return a message's position and its frames, in the packet or the ring."""
     position, count = _HEAD.unpack_from(packet)
     sizes = struct.unpack_from(f"={count}I", packet, _HEAD.size)
     if position == _IN_PACKET:

@@ -53,7 +53,7 @@ class SendBuffer:
     transfers: dict[TransferKey, OutgoingTransfer] = field(default_factory=dict)
 
     def has_room(self, peer: bytes, num_bytes: int) -> bool:
-        """Whether so many bytes more for a receiver fit. The caller has locked the condition."""
+        """Return whether this many more bytes for a receiver fit. The caller has locked the condition."""
         of_peer = sum([other.reserved_bytes for other in self.transfers.values() if other.peer == peer])
         return self.used_bytes + num_bytes <= self.limit_bytes and of_peer + num_bytes <= self.peer_bytes
 
@@ -163,7 +163,7 @@ class BlockSender:
         self._pump()
 
     def _pump(self) -> bool:
-        """Send of each transfer what credit and channel allow, up to the size of a block; returns whether
+        """Send of each transfer what credit and channel allow, up to the size of a block; return whether
         anything was sent, so that more may follow at once."""
         more = False
         for transfer in tuple(self._transfers.values()):
@@ -210,7 +210,7 @@ class BlockSender:
                 transfer.interrupted()
 
     def _tick(self) -> None:
-        """Fail transfers whose receiver is silent or not reached again, keep quiet ones alive."""
+        """Fail transfers whose receiver is silent or was not reached again; keep quiet ones alive."""
         for transfer in tuple(self._transfers.values()):
             if transfer.tick(self._timeout_s, KEEPALIVE_INTERVAL_S):
                 header = encode_header(FrameHeader(type=MessageType.KEEPALIVE, key=transfer.key))

@@ -2,7 +2,7 @@
 
 Place in the request's path: under sender and server of every worker process. A receiver listens at a network
 and on an abstract Unix socket whose name follows from its endpoint. A sender that finds this socket uses it
-and a ring of memory (`ring.py`). Neither has a name in a file system, so nothing remains of a killed process.
+and a ring of memory (`ring.py`). Neither has a name in a file system, so killed processes leave nothing.
 
 Only processes of one user that share a network namespace (its loopback interface) find each other. Where the
 platform is not Linux, the network carries everything.
@@ -57,7 +57,7 @@ class SharedMemoryConnectingChannel:
     def __init__(
         self, network: ConnectingNetwork, *, on_connected: Callable[[str], None] = ignore_transport
     ) -> None:
-        """Args: on_connected: gets "shared_memory" or "network" for each connection."""
+        """Make the channel. Args: on_connected: gets "shared_memory" or "network" for each connection."""
         self._network = network
         self._on_connected = on_connected
         self._rings: dict[Peer, RingWriter] = {}
@@ -113,7 +113,7 @@ class SharedMemoryConnectingChannel:
         self._network.close()
 
     def _connect(self, peer: Peer) -> RingWriter | None:
-        """A new connection, if the receiver is on this machine."""
+        """Make a new connection, if the receiver is on this machine."""
         if peer in self._over_network or time.monotonic() < self._refused_until_s.get(peer, 0.0):
             return None
         address = socket_address(peer.decode())
@@ -204,7 +204,7 @@ class SharedMemoryListeningChannel:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is left, for example
+            except OSError as error:  # for example, no descriptor is left
                 _log.warning("blocks of other senders are received over the network", error=str(error))
                 self._stop_listening(self._listener)
                 return
@@ -226,7 +226,7 @@ class SharedMemoryListeningChannel:
 
 
 def socket_address(endpoint: str) -> str | None:
-    """The abstract socket of the receiver at an endpoint, which only its network namespace has.
+    """Return the abstract socket of the receiver at an endpoint, which only its network namespace has.
 
     An ipc endpoint is named by its file, because its path may mean different files in two containers.
     """

@@ -27,17 +27,17 @@ class Transport(Protocol):
     """Makes a worker's channels.
 
     Attributes: protects_blocks: whether nobody without the worker's keys can read, change or send blocks.
-        Elsewhere workers with certs refuse the transport, but for `--insecure`.
+        Otherwise workers with certs refuse the transport, except with `--insecure`.
     """
 
     protects_blocks: bool
 
     def connecting(self, network: ConnectingNetwork, on_connected: Callable[[str], None]) -> Channel:
-        """A sender's channel. Args: on_connected: gets the name of what carries blocks to each receiver."""
+        """Make a sender's channel. Args: on_connected: gets the name of each receiver's transport."""
         ...
 
     def listening(self, network: ListeningNetwork) -> ListeningChannel:
-        """A receiver's channel."""
+        """Make a receiver's channel."""
         ...
 
 
@@ -47,7 +47,7 @@ class SharedMemory:
     protects_blocks = True
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Args: settings: not used."""
+        """Make the transport. Args: settings: not used."""
 
     def connecting(self, network: ConnectingNetwork, on_connected: Callable[[str], None]) -> Channel:
         return SharedMemoryConnectingChannel(network, on_connected=on_connected)
@@ -60,7 +60,7 @@ TRANSPORTS: Mapping[str, Callable[[WorkerSettings], Transport]] = {"zmq": Shared
 
 
 def make_transport(settings: WorkerSettings) -> Transport:
-    """The transport that a worker's settings name.
+    """Make the transport that a worker's settings name.
 
     Raises: ConfigurationError: it is not installed, cannot be loaded, or does not protect blocks where
         the settings ask for that; or what the installed one raises.

@@ -4,8 +4,8 @@ Place in the request's path: between machines, under `shared_memory.py`, which p
 Payloads are not copied in Python.
 
 With keys both ends use CURVE, libzmq's own (https://rfc.zeromq.org/spec/26): a sender knows the receiver by
-its role's public key, and a receiver lets only that of the role in that may send to it (ZAP,
-https://rfc.zeromq.org/spec/27). What is sent is encrypted, each connection with keys of its own.
+its role's public key, and a receiver admits only the role that may send to it (ZAP,
+https://rfc.zeromq.org/spec/27). All traffic is encrypted, each connection with its own keys.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _log = structlog.get_logger(__name__)
 
 
 class _ZmqChannel:
-    """A context, a poller, and a socket pair by which any thread wakes the one that polls: ZeroMQ's sockets
-    may be used by their own thread only.
+    """A context, a poller, and a socket pair by which any thread wakes the polling one: ZeroMQ's sockets may
+    only be used by their own thread.
 
     Args: keys: this worker's; None: whoever reaches the other end is believed.
 
-    Attributes: refused: connections that were ended before they were one: the other end had no key that is
-        known here, or took too long.
+    Attributes: refused: connections that were ended during their handshake: the other end had no key known
+        here, or took too long.
     """
 
     def __init__(self, keys: BlockKeys | None) -> None:
@@ -113,7 +113,7 @@ class _ZmqChannel:
         return made
 
     def _connection_lost(self, monitor: _Socket) -> bool:
-        """Read what a monitor has to say."""
+        """Read a monitor's events; return whether the connection is lost."""
         lost = False
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
@@ -123,7 +123,7 @@ class _ZmqChannel:
         return lost
 
     def _tell_refused(self) -> None:
-        """Strangers must not be able to fill the log."""
+        """Log refused connections, but rarely: strangers must not be able to fill the log."""
         self.refused += 1
         if time.monotonic() - self._told_at_s > _TELL_INTERVAL_S:
             self._told_at_s = time.monotonic()
@@ -147,7 +147,7 @@ class ZmqConnectingChannel(_ZmqChannel):
 
     @property
     def peers(self) -> Set[Peer]:
-        """Those that are connected or being connected."""
+        """The peers that are connected or being connected."""
         return self._dealers.keys()
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
@@ -308,7 +308,7 @@ class ZmqListeningChannel(_ZmqChannel):
         assert self._context is not None
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        # without a doorkeeper libzmq lets everybody in who knows this worker's public key
+        # without a ZAP handler, libzmq admits anybody who knows this worker's public key
         self._doorkeeper = self._context.socket(zmq.REP)
         self._doorkeeper.bind(_ZAP_ENDPOINT)
         self._monitor = router.get_monitor_socket(_FAILED_EVENTS)
@@ -316,7 +316,7 @@ class ZmqListeningChannel(_ZmqChannel):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def _let_in(self, doorkeeper: _Socket) -> None:
-        """Answer libzmq's questions whether the owner of a key, which it has proved, may connect."""
+        """Answer libzmq's requests whether the proven owner of a key may connect."""
         assert self._keys is not None, "there is a doorkeeper"
         while (frames := _receive(doorkeeper)) is not None:
             version, request, _domain, _address, _identity, *proof = map(bytes, frames)

@@ -112,7 +112,7 @@ def test_no_more_bytes_than_the_budgets_rows_and_not_one_row_fewer(
             dtype=torch.float16,
         )
         think = Think(shape=shape, rows=count, channel_retention=retention, window=8)
-        return sum(its.size_bytes for its in think.tensors().values())
+        return sum(spec.size_bytes for spec in think.tensors().values())
 
     assert rows == num_tokens or size(rows + 1) > 4 * budget * head_dim
     assert rows == 0 or size(rows) <= 4 * budget * head_dim
@@ -122,7 +122,7 @@ def test_pruned_channels_take_no_bytes() -> None:
     inputs = make_inputs(64, 64, 1)
     resolved = resolve("think", 64, None, channel_retention=1 / 9)
     expected = HEADS * 64 * (DIM + 1) * 4 + HEADS * 2
-    assert sum(its.nbytes for its in compress_layer(resolved, inputs).values()) == expected
+    assert sum(tensor.nbytes for tensor in compress_layer(resolved, inputs).values()) == expected
     assert formats_for(resolved, inputs)[0].kept_bytes() == expected
 
 

@@ -18,16 +18,16 @@ def test_the_committed_twenty_turns_are_within_the_goals() -> None:
     found = json.loads((results / "twenty-turns.json").read_text())
     assert found["turns"] == 20
     for plan in ("rocketkv:1024", "rocketkv:512", "snapkv:1024", "snapkv:512"):
-        for its in found["plans"][plan].values():
-            assert len(its["turns"]) == 20
-            assert its["turns"][-1]["prompt_tokens"] > 15 * its["turns"][0]["prompt_tokens"]
-            assert its["shipped_bytes"] <= 0.4 * its["whole_bytes"]
-            new_tokens = sum(turn["new_tokens"] for turn in its["turns"])
-            assert its["new_tokens"] == new_tokens
-            assert its["prefilled_tokens"] <= 1.1 * new_tokens
+        for measured in found["plans"][plan].values():
+            assert len(measured["turns"]) == 20
+            assert measured["turns"][-1]["prompt_tokens"] > 15 * measured["turns"][0]["prompt_tokens"]
+            assert measured["shipped_bytes"] <= 0.4 * measured["whole_bytes"]
+            new_tokens = sum(turn["new_tokens"] for turn in measured["turns"])
+            assert measured["new_tokens"] == new_tokens
+            assert measured["prefilled_tokens"] <= 1.1 * new_tokens
     whole = json.loads((results / "rdkv.json").read_text())["plans"]["rdkv:1024"]
-    for its in whole.values():
-        assert its["prefilled_tokens"] <= 1.1 * its["new_tokens"]
+    for measured in whole.values():
+        assert measured["prefilled_tokens"] <= 1.1 * measured["new_tokens"]
 
 
 @pytest.mark.full
@@ -36,12 +36,12 @@ def test_six_turns_ship_and_prefill_what_is_new(tmp_path: Path) -> None:
     options = ("--turns", str(NUM_TURNS), "--plans", "rocketkv:1024", "--output", output)
     run_benchmark("agent.py", *options)
     figures = json.loads(output.read_text())["plans"]["rocketkv:1024"]
-    for its in figures.values():
-        assert its["shipped_bytes"] == pytest.approx(
-            sum(turn["shipped_bytes"] for turn in its["turns"]), abs=NUM_TURNS * 4096
+    for measured in figures.values():
+        assert measured["shipped_bytes"] == pytest.approx(
+            sum(turn["shipped_bytes"] for turn in measured["turns"]), abs=NUM_TURNS * 4096
         )
-        assert [turn["history"] for turn in its["turns"][1:]] == ["delta"] * (NUM_TURNS - 1)
-        assert its["new_tokens"] <= its["prefilled_tokens"] <= 1.1 * its["new_tokens"]
-        assert its["shipped_share"] <= 0.4
+        assert [turn["history"] for turn in measured["turns"][1:]] == ["delta"] * (NUM_TURNS - 1)
+        assert measured["new_tokens"] <= measured["prefilled_tokens"] <= 1.1 * measured["new_tokens"]
+        assert measured["shipped_share"] <= 0.4
     # With an id, the answers' KV comes back from decode and is not run again.
     assert figures["session_id"]["prefilled_tokens"] < figures["no_id"]["prefilled_tokens"]

@@ -42,7 +42,7 @@ def test_every_weight_is_measured_at_every_share(
 def test_at_a_hundredth_of_the_bytes_listings_want_the_answers_own_queries() -> None:
     result = json.loads((BENCHMARKS / "results/answer-queries/limit.json").read_text(encoding="utf-8"))
     assert "--examples 100 " in result["command"]
-    exact = {(its["task"], its["weighed_by"], its["share"]): its["exact"] for its in result["cells"]}
+    exact = {(cell["task"], cell["weighed_by"], cell["share"]): cell["exact"] for cell in result["cells"]}
     full = exact["code_listing", "full", 1.0]
     assert exact["code_listing", "answer", 0.01] >= full - 0.03
     assert all(exact["code_listing", name, 0.01] <= full - 0.1 for name in METHODS)

@@ -16,18 +16,20 @@ def test_every_figure_agrees_within_5_percent_under_both_loads() -> None:
     assert loads.keys() == {"closed", "even"}
     for load in loads.values():
         assert len(load["medians"]) == 4
-        for name, its in load["medians"].items():
+        for name, medians in load["medians"].items():
             for client in ("kvferry", "vllm"):
                 runs = [run[name] for run in load["runs"][client]]
                 assert len(runs) >= 5
-                assert its[client] == pytest.approx(statistics.median(runs))
-            assert its["kvferry"] / its["vllm"] == pytest.approx(1, abs=0.05)
+                assert medians[client] == pytest.approx(statistics.median(runs))
+            assert medians["kvferry"] / medians["vllm"] == pytest.approx(1, abs=0.05)
 
 
 def test_guidellm_and_aiperf_get_every_answer_whole() -> None:
     found = json.loads((RESULTS / "load-clients.json").read_text())
-    loads = [its for client in found["clients"].values() for its in client.values() if isinstance(its, dict)]
+    loads = [
+        load for client in found["clients"].values() for load in client.values() if isinstance(load, dict)
+    ]
     assert found["clients"].keys() == {"guidellm", "aiperf"}
     assert len(loads) == 5
     whole = {"complete": found["requests"], "failed": 0, "answer_tokens": found["answer_tokens"]}
-    assert all(its == whole for its in loads)
+    assert all(load == whole for load in loads)

@@ -237,11 +237,13 @@ def test_rdkvs_widths_follow_the_papers_order_where_bits_are_short(task: str) ->
     result = json.loads((WIDTHS / "widths.json").read_text(encoding="utf-8"))
     assert "--examples 100 " in result["command"]
     cells = result["cells"]
-    exact = {(its["widths"], its["retention"]): its["exact"] for its in cells if its["task"] == task}
+    exact = {(cell["widths"], cell["retention"]): cell["exact"] for cell in cells if cell["task"] == task}
     for retention in (0.01, 0.025):
         assert min(exact["joint", retention], exact["tri-state", retention]) >= 0.96
         assert exact["evict-only", retention] <= 0.2
-    assert exact["quant-only", 0.125] < min(exact[its, 0.125] for its in ("joint", "tri-state", "evict-only"))
+    assert exact["quant-only", 0.125] < min(
+        exact[widths, 0.125] for widths in ("joint", "tri-state", "evict-only")
+    )
 
 
 @pytest.mark.parametrize("method", ["compactor-rdkv", "compactor-kivi"])

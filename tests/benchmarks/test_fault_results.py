@@ -31,11 +31,11 @@ def test_five_thousand_faults_broke_nothing():
 def test_no_two_runs_had_the_same_seeds(path):
     seeds = [
         range(seed, seed + run["rounds"])
-        for run in (json.loads(its.read_text()) for its in OFFLINE)
+        for run in (json.loads(file.read_text()) for file in OFFLINE)
         for seed in (int(re.findall(r"--seed (\d+)", run["command"])[0]),)
     ]
     mine = OFFLINE.index(path)
-    assert all(not set(seeds[mine]) & set(its) for n, its in enumerate(seeds) if n != mine)
+    assert all(not set(seeds[mine]) & set(other) for n, other in enumerate(seeds) if n != mine)
 
 
 def test_nothing_grew_in_thirty_minutes():

@@ -48,6 +48,6 @@ def test_a_numpy_that_makes_no_numbers_of_arrays_is_named_with_what_to_install(
 def test_the_development_environment_has_a_numpy_that_it_runs_with() -> None:
     described = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     dev = map(Requirement, described["project"]["optional-dependencies"]["dev"])
-    (numpy,) = [its for its in dev if its.name == "numpy"]
+    (numpy,) = [requirement for requirement in dev if requirement.name == "numpy"]
     assert "2.4.6" in numpy.specifier
     assert "2.5.0" not in numpy.specifier

@@ -186,7 +186,7 @@ def test_contenders_are_set_beside_the_best_press_question_by_question(
 
 def test_only_questions_count_that_every_contender_was_measured_on(tmp_path: Path, table: ModuleType) -> None:
     ours, theirs = whole_run()
-    arguments = write(tmp_path, ours, [its for its in theirs if its != theirs[-1]])
+    arguments = write(tmp_path, ours, [each for each in theirs if each != theirs[-1]])
     assert table.main([*arguments, "--output", str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text())
     counts = {row["num_examples"] for row in result["ratios"] if row["task"] == "all tasks"}

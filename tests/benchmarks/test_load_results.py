@@ -14,10 +14,10 @@ def peers(name: str) -> dict[tuple[int, int], dict[str, float]]:
     """Output tokens a second by server, of each cell."""
     cells = json.loads((RESULTS / "peers" / name).read_text())["cells"]
     return {
-        (its["prompt_tokens"], its["concurrency"]): {
-            server: median["output_tokens_per_s"] for server, median in its["median"].items()
+        (cell["prompt_tokens"], cell["concurrency"]): {
+            server: median["output_tokens_per_s"] for server, median in cell["median"].items()
         }
-        for its in cells
+        for cell in cells
     }
 
 
@@ -27,7 +27,7 @@ CELLS, LONG = peers("all.json"), peers("long-prompts.json")
 def test_every_cell_was_measured_beside_both_peers():
     assert set(CELLS) == {(prompt, number) for prompt in (128, 1024, 4096) for number in (1, 8, 16)}
     servers = {"vllm", "transformers", "full", "in_process", "default"}
-    assert all(servers <= set(its) for its in CELLS.values())
+    assert all(servers <= set(cell) for cell in CELLS.values())
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -55,7 +55,7 @@ def test_processes_apart_cost_little():
 def test_short_prompts_do_not_wait_for_long_ones():
     result = json.loads((RESULTS / "mixed-load" / "demo.json").read_text())
     assert result["commits"]["before"].startswith("b4f2d34")
-    numbers = {name.removeprefix("numbers/"): its for name, its in result["numbers"].items()}
+    numbers = {name.removeprefix("numbers/"): number for name, number in result["numbers"].items()}
     assert numbers["open_loop/short/p95_s"]["after_over_before"] <= 1 / 5
     assert numbers["beside/short_s"]["after"] <= 3 * numbers["alone/short_s"]["after"]
     assert numbers["crowd/prompt_tokens_per_s"]["after_over_before"] >= 0.95

@@ -108,7 +108,7 @@ def test_streaming_kernels_ask_for_little_more_than_they_need(fresh: dict[str, A
 def test_launches_of_a_layer_are_few(fresh: dict[str, Any]) -> None:
     launches = fresh["launches"]
     assert launches["layer"] == 8
-    assert {method: sum(its.values()) for method, its in launches["attention"].items()} == {
+    assert {method: sum(counts.values()) for method, counts in launches["attention"].items()} == {
         "full": 2, "rocketkv": 3, "rdkv": 3,
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ kernels = [{{"kernel": name, "shape": shape, "num_bytes": 10**9}} for name, shap
     ("kivi_4", "B=8 n=4096 new=64"), ("chunk_scores", "T=9"))]
 add_modelled({{"decode": steps, "kernels": kernels, "device": "NVIDIA H100 80GB HBM3"}})
 print(steps[0]["modelled_ms"], steps[1]["modelled_ms"], "modelled_ms" in steps[2])
-print(*(its.get("modelled_us") for its in kernels))
+print(*(kernel.get("modelled_us") for kernel in kernels))
 for device in ("NVIDIA L40S", "NVIDIA H100 NVL"):
     other = dict(row)
     add_modelled({{"decode": [other], "device": device}})
@@ -175,5 +175,5 @@ def test_one_long_sequence_among_short_ones_does_not_set_a_layers_time(fresh: di
     for kernel in ("_dense_decode_kernel", "_kivi_decode_kernel"):
         row = rows["H100-SXM", kernel, 131072, 1024]
         assert row["equal_splits_modelled_us"] > 1.6 * row["splits_by_length_modelled_us"]
-    for its in rows.values():
-        assert its["splits_by_length_modelled_us"] <= its["equal_splits_modelled_us"]
+    for each in rows.values():
+        assert each["splits_by_length_modelled_us"] <= each["equal_splits_modelled_us"]

@@ -46,7 +46,7 @@ def test_committed_costs_do_not_grow() -> None:
     for kind in ("workers", "sessions"):
         settings = result[kind]
         for name in ("token_cpu_ms", "request_cpu_ms", "redis_cpu_ms"):
-            costs = [its[name] for its in settings.values()]
+            costs = [setting[name] for setting in settings.values()]
             if name == "redis_cpu_ms" and kind == "workers":
                 assert costs == [0.0] * len(settings)  # there is none
                 continue
@@ -55,9 +55,9 @@ def test_committed_costs_do_not_grow() -> None:
             else:
                 middle = (min(costs) + max(costs)) / 2
                 assert all(abs(cost / middle - 1) <= 0.1 for cost in costs), (name, costs)
-            for number, its in settings.items():
-                rounds = its["rounds_cpu_s"][name.removesuffix("_cpu_ms")]
-                assert its[name] == pytest.approx(1e3 * statistics.median(rounds)), number
+            for number, setting in settings.items():
+                rounds = setting["rounds_cpu_s"][name.removesuffix("_cpu_ms")]
+                assert setting[name] == pytest.approx(1e3 * statistics.median(rounds)), number
 
 
 def test_a_committed_token_costs_less_than_a_tenth_of_a_millisecond() -> None:

@@ -103,12 +103,12 @@ async def test_real_clusters_with_queues_are_simulated_within_a_quarter() -> Non
     found = await check_clusters()
     committed = json.loads((RESULTS / "scale-simulation" / "scale.json").read_text())["clusters"]
     assert found == committed
-    assert [its["run"] for its in found][-1] == "3 routers, 16 workers of each role"
-    for its in found:
-        ratios = its["simulated_over_measured"]
+    assert [cluster["run"] for cluster in found][-1] == "3 routers, 16 workers of each role"
+    for cluster in found:
+        ratios = cluster["simulated_over_measured"]
         for name in ("first_token_p50", "first_token_p90", "per_token_p50", "at_their_prefill_worker"):
-            assert 0.8 < ratios[name] < 1.25, its
-        assert 0.75 < ratios["router_cpu_ms"] < 1.33, its
+            assert 0.8 < ratios[name] < 1.25, cluster
+        assert 0.75 < ratios["router_cpu_ms"] < 1.33, cluster
 
 
 @pytest.mark.full

@@ -211,7 +211,7 @@ def test_variables_reach_what_they_are_for() -> None:
     assert services["decode"]["deploy"]["replicas"] == 3
     assert services["decode"]["deploy"]["resources"]["limits"]["cpus"] == 1.5
     assert {services[role]["environment"]["KVFERRY_MODEL"] for role in ROLES} == {"x/y"}
-    mounted = {its["target"]: its["source"] for its in services["first-start"]["volumes"]}
+    mounted = {volume["target"]: volume["source"] for volume in services["first-start"]["volumes"]}
     assert mounted["/run/kvferry/api-keys.toml"] == "/etc/keys.toml"
     assert services["router"]["ports"][0]["published"] == "9000"
     assert services["redis"]["command"][-1] == "1gb"
@@ -260,9 +260,11 @@ def test_prometheus_scrapes_the_ports_that_the_entry_point_opens(gpu_stack: dict
         assert jobs[role]["dns_sd_configs"][0]["names"] == [role]
         assert jobs[role]["dns_sd_configs"][0]["port"] == port
         assert jobs[role]["scheme"] == "https"
-        assert {Path(its).parent for its in jobs[role]["tls_config"].values() if "/" in its} == {Path(folder)}
+        assert {Path(value).parent for value in jobs[role]["tls_config"].values() if "/" in value} == {
+            Path(folder)
+        }
     for service in ("prefill", "decode", "prometheus", "first-start"):
-        mounted = {its["target"]: its["source"] for its in gpu_stack["services"][service]["volumes"]}
+        mounted = {volume["target"]: volume["source"] for volume in gpu_stack["services"][service]["volumes"]}
         assert mounted[folder] == "metrics-certs", service
 
 

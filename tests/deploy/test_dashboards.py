@@ -116,10 +116,10 @@ def test_dashboards_use_the_datasource_that_is_provisioned() -> None:
     assert source["jsonData"]["timeInterval"] == scrape["global"]["scrape_interval"]
     for path in DASHBOARDS:
         dashboard = json.loads(path.read_text(encoding="utf-8"))
-        variables = {its["name"]: its for its in dashboard["templating"]["list"]}
+        variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
         chosen = variables["datasource"]
         assert (chosen["query"], chosen["current"]["value"]) == (source["type"], source["uid"])
-        asked = [its for its in variables.values() if its["type"] == "query"]
+        asked = [variable for variable in variables.values() if variable["type"] == "query"]
         for panel in dashboard["panels"]:
             for holder in (panel, *panel["targets"], *asked):
                 assert holder["datasource"] == {"type": source["type"], "uid": "${datasource}"}
@@ -136,7 +136,7 @@ def test_variables_choose_instances_and_methods(generator: ModuleType) -> None:
     assert of_methods == generator.OF_METHODS
     for path in DASHBOARDS:
         dashboard = json.loads(path.read_text(encoding="utf-8"))
-        names = [its["name"] for its in dashboard["templating"]["list"]]
+        names = [variable["name"] for variable in dashboard["templating"]["list"]]
         used = ["model", "instance", *(["method"] if path.stem != "sessions" else [])]
         assert names == ["datasource", *used]
         for name in used:
@@ -157,7 +157,7 @@ def test_latencies_have_heat_maps_thresholds_and_tables(generator: ModuleType) -
         assert ("_bucket" in panel["targets"][0]["expr"] and "le" in panel["targets"][0]["legendFormat"]) == (
             is_heat_map
         ), panel["title"]
-        assert [its["format"] for its in panel["targets"] if its["format"] == "heatmap"] == (
+        assert [query["format"] for query in panel["targets"] if query["format"] == "heatmap"] == (
             ["heatmap"] if is_heat_map else []
         )
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]

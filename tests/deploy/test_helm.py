@@ -194,11 +194,11 @@ def test_services_spread_drain_and_survive_evictions(items: list[Item]) -> None:
         if role not in CONFIGS:
             continue
         spec, labels = pod["spec"], pod["metadata"]["labels"]
-        assert {its["topologyKey"] for its in spec["topologySpreadConstraints"]} == {
+        assert {constraint["topologyKey"] for constraint in spec["topologySpreadConstraints"]} == {
             "kubernetes.io/hostname", "topology.kubernetes.io/zone",
         }  # fmt: skip
-        for its in spec["topologySpreadConstraints"]:
-            assert its["labelSelector"]["matchLabels"].items() <= labels.items()
+        for constraint in spec["topologySpreadConstraints"]:
+            assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
         drain_s = float(environment(spec["containers"][0])["KVFERRY_SHUTDOWN_TIMEOUT_S"])
         pre_stop = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("exec", {})
         waits_s = float(pre_stop["command"][1]) if pre_stop else 0.0
@@ -224,14 +224,14 @@ def test_policies_let_in_what_the_services_need_and_no_more(items: list[Item]) -
 
 
 def environment(container: Item) -> dict[str, str]:
-    return {its["name"]: its["value"] for its in container["env"] if "value" in its}
+    return {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 
 
 def test_variables_are_options_of_their_service_with_valid_values(items: list[Item]) -> None:
     for role, container in services(items).items():
         settings = CONFIGS[role]  # type: ignore[index]
         fields = {variable_name(field): field for field in settings.model_fields}
-        names = {its["name"] for its in container["env"] if its["name"].startswith("KVFERRY_")}
+        names = {variable["name"] for variable in container["env"] if variable["name"].startswith("KVFERRY_")}
         assert names <= fields.keys(), role
         given = {name: value for name, value in environment(container).items() if name in fields}
         check_environment(command_line.known, given)
@@ -365,10 +365,10 @@ def test_monitors_select_ports_of_services_by_the_jobs_that_rules_know(items: li
         labels = monitor["spec"]["selector"]["matchLabels"]
         role = labels[monitor["spec"]["jobLabel"]]
         assert role in CONFIGS
-        (port,) = [its["port"] for its in monitor["spec"]["endpoints"]]
+        (port,) = [endpoint["port"] for endpoint in monitor["spec"]["endpoints"]]
         matched = [s for s in of_kind(items, "Service") if labels.items() <= s["metadata"]["labels"].items()]
         assert len(matched) == 1
-        assert port in {its["name"] for its in matched[0]["spec"]["ports"]}
+        assert port in {service_port["name"] for service_port in matched[0]["spec"]["ports"]}
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------
@@ -384,18 +384,20 @@ def needed_secrets(items: list[Item]) -> dict[str, set[str]]:
                 [{"name": volume["secret"]["secretName"], **volume["secret"]}] if "secret" in volume else []
             )
             for source in sources:
-                found.setdefault(source["name"], set()).update(its["key"] for its in source.get("items", []))
+                found.setdefault(source["name"], set()).update(
+                    item["key"] for item in source.get("items", [])
+                )
         for container in pod["spec"]["containers"]:
-            for its in container.get("env", []):
-                if "valueFrom" in its:
-                    reference = its["valueFrom"]["secretKeyRef"]
+            for variable in container.get("env", []):
+                if "valueFrom" in variable:
+                    reference = variable["valueFrom"]["secretKeyRef"]
                     found.setdefault(reference["name"], set()).add(reference["key"])
     for monitor in of_kind(items, "ServiceMonitor"):
         for endpoint in monitor["spec"]["endpoints"]:
             tls = endpoint.get("tlsConfig")
             if tls is not None:
-                for its in (tls["ca"]["secret"], tls["cert"]["secret"], tls["keySecret"]):
-                    found.setdefault(its["name"], set()).add(its["key"])
+                for secret in (tls["ca"]["secret"], tls["cert"]["secret"], tls["keySecret"]):
+                    found.setdefault(secret["name"], set()).add(secret["key"])
             if "authorization" in endpoint:
                 credentials = endpoint["authorization"]["credentials"]
                 found.setdefault(credentials["name"], set()).add(credentials["key"])
@@ -506,12 +508,16 @@ def test_services_read_their_keys_from_what_is_mounted(
                 content = made.get(secret["name"]) or {
                     key: (tmp_path / "other" / of_role / file).read_bytes() for key, file in theirs.items()
                 }
-                paths = {its["key"]: its["path"] for its in secret.get("items", [])} or {
+                paths = {item["key"]: item["path"] for item in secret.get("items", [])} or {
                     key: key for key in content
                 }
                 for key, path in paths.items():
                     (folder / path).write_bytes(content[key])
-            (mount,) = [its["mountPath"] for its in container["volumeMounts"] if its["name"] == name]
+            (mount,) = [
+                volume_mount["mountPath"]
+                for volume_mount in container["volumeMounts"]
+                if volume_mount["name"] == name
+            ]
             assert mount == f"{environment(container)['KVFERRY_CERTS']}/{of_role}"
         keys = Certs(str(tmp_path / "mounted" / role), role)  # type: ignore[arg-type]
         if role in PEERS:
@@ -550,8 +556,10 @@ def test_the_bundled_redis_takes_the_password_of_the_url(
     container = server["spec"]["template"]["spec"]["containers"][0]
     (tmp_path / "users.acl").write_bytes(made["kvferry-redis"]["users.acl"])
     arguments = [
-        {"/run/kvferry/redis/users.acl": str(tmp_path / "users.acl"), "/data": str(tmp_path)}.get(its, its)
-        for its in container["args"]
+        {"/run/kvferry/redis/users.acl": str(tmp_path / "users.acl"), "/data": str(tmp_path)}.get(
+            argument, argument
+        )
+        for argument in container["args"]
     ]
     port = free_port()
     process = subprocess.Popen([server_binary(), *arguments, "--port", str(port)], stdout=subprocess.DEVNULL)

@@ -72,17 +72,17 @@ def test_checkov_finds_what_the_exceptions_name_and_no_more(manifests: Path) -> 
         # Deployment.kvferry.kvferry-router, and for its pods Pod.kvferry.kvferry-router.LABELS
         workload = check["resource"].split(".")[2].removeprefix("kvferry-")
         found.setdefault(check["check_id"], set()).add(workload)
-    assert found == {name: set(its["workloads"]) for name, its in EXCEPTIONS.items()}
-    for name, its in EXCEPTIONS.items():
-        assert len(its["reason"]) > 40, name
+    assert found == {name: set(exception["workloads"]) for name, exception in EXCEPTIONS.items()}
+    for name, exception in EXCEPTIONS.items():
+        assert len(exception["reason"]) > 40, name
 
 
 def test_objects_of_operators_have_fields_that_their_crds_know(manifests: Path) -> None:
     found = [json.loads(line) for line in run(TOOLS / "python", MODELS, *manifests.iterdir()).splitlines()]
-    assert {its["kind"] for its in found} == {
+    assert {entry["kind"] for entry in found} == {
         "Certificate", "Issuer", "PrometheusRule", "ScaledObject", "ServiceMonitor",
     }  # fmt: skip
-    assert not [its for its in found if its["problem"]]
+    assert not [entry for entry in found if entry["problem"]]
 
 
 def test_the_models_refuse_what_is_wrong_or_unknown(manifests: Path, tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def first_request(api: str) -> dict[str, Any]:
         if isinstance(value, str):
             return value[:64]
         if isinstance(value, dict):
-            return {name: cut(its) for name, its in value.items()}
-        return [cut(its) for its in value] if isinstance(value, list) else value
+            return {name: cut(field) for name, field in value.items()}
+        return [cut(element) for element in value] if isinstance(value, list) else value
 
     request: dict[str, Any] = cut(json.loads((FOLDER / f"{api}-agent-first-request.json").read_text()))
     return request
@@ -73,7 +73,7 @@ def test_the_messages_agent_gets_its_answer_and_a_second_turn(messages_api: anth
         assert kinds.count("content_block_start") == len(message.content)
         return message
 
-    given = {name: its for name, its in request.items() if name not in ("messages", "stream")}
+    given = {name: field for name, field in request.items() if name not in ("messages", "stream")}
     first = answered(request["messages"])
     uses = [block for block in first.content if block.type == "tool_use"]
     assert uses
@@ -111,7 +111,7 @@ def test_the_responses_agent_gets_its_answer_and_a_second_turn(responses_api: op
         assert end.type in ("response.completed", "response.incomplete")
         return end.response
 
-    more = {name: its for name, its in request.items() if name not in ("input", "model")}
+    more = {name: field for name, field in request.items() if name not in ("input", "model")}
     first = answered(request["input"])
     calls = [item for item in first.output if item.type == "function_call"]
     assert calls

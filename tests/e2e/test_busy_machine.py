@@ -29,14 +29,14 @@ class Cluster:
 
     def count(self, metric: str) -> float:
         """Return a counter's sum over all processes that have it."""
-        return sum(its.metric(metric) for its in (self.router, *self.decode))
+        return sum(process.metric(metric) for process in (self.router, *self.decode))
 
     def decodes(self, body: dict[str, Any]) -> Process:
         """Return the worker that decodes a completion."""
-        before = [its.metric("kvferry_decode_tokens_total") for its in self.decode]
+        before = [worker.metric("kvferry_decode_tokens_total") for worker in self.decode]
         listen(self.url, body, lambda _: None)
-        after = [its.metric("kvferry_decode_tokens_total") for its in self.decode]
-        (used,) = [its for its, b, a in zip(self.decode, before, after, strict=True) if a > b]
+        after = [worker.metric("kvferry_decode_tokens_total") for worker in self.decode]
+        (used,) = [worker for worker, b, a in zip(self.decode, before, after, strict=True) if a > b]
         return used
 
 
@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 "router",
                 *("--listen", "127.0.0.1:0", "--status-interval-s", "0.2"),
                 *("--prefill-workers", prefill.addresses["address"]),
-                *("--decode-workers", ",".join(its.addresses["address"] for its in decode)),
+                *("--decode-workers", ",".join(worker.addresses["address"] for worker in decode)),
                 main=disturbed.router,
             )
         )()
@@ -110,9 +110,9 @@ def test_prompts_that_wait_or_run_for_longer_than_a_lease_are_answered_at_the_fi
         for number, text in enumerate(texts)
     ]
     with ThreadPoolExecutor(2) as pool:
-        heard = list(pool.map(lambda its: listen(cluster.url, its, lambda _: None), bodies))
-    assert all(its.text for its in heard)
-    assert min(its.longest_s for its in heard) > LEASE_S
+        heard = list(pool.map(lambda payload: listen(cluster.url, payload, lambda _: None), bodies))
+    assert all(answer.text for answer in heard)
+    assert min(answer.longest_s for answer in heard) > LEASE_S
     assert [cluster.count(metric) for metric in metrics] == before
 
 

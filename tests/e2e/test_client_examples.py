@@ -80,7 +80,10 @@ def is_run(package: str, example: Example) -> bool:
 
 
 EXAMPLES = {package: examples_of(package) for package in NOT_RUN}
-RUN = {package: [its for its in examples if is_run(package, its)] for package, examples in EXAMPLES.items()}
+RUN = {
+    package: [example for example in examples if is_run(package, example)]
+    for package, examples in EXAMPLES.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         model.get_output_embeddings().weight[ids, 0] = torch.tensor(list(LIKELY.values()))
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0}))
-    code = "\n".join(its.code for examples in RUN.values() for its in examples)
+    code = "\n".join(example.code for examples in RUN.values() for example in examples)
     names = {re.sub("^(openai|anthropic)/", "", name) for name in re.findall(r'model="([^"]+)"', code)}
     options = ["--model-name", "text", "--model-aliases", ",".join(sorted(names))]
     with serving("--model", str(folder), *options, "--in-process") as stack:
@@ -125,11 +128,11 @@ def test_the_examples_of_a_package_run(served: Stack, package: str, tmp_path: Pa
     for example, end in zip(examples, json.loads((tmp_path / "ends.json").read_text()), strict=True):
         wanted = next((error for pattern, error in ENDS_WITH.items() if pattern in example.code), None)
         assert end.get("type") == wanted, example.code + end.get("trace", "")
-    calls = sum(num_calls(its) for its in examples if NOT_SERVED not in its.code)
+    calls = sum(num_calls(each) for each in examples if NOT_SERVED not in each.code)
     assert served.router_metric("kvferry_request_success_total") - before == calls > 0
 
 
 @pytest.mark.parametrize("package", EXAMPLES)
 def test_every_rule_names_an_example(package: str) -> None:
     for pattern in NOT_RUN[package]:
-        assert any(re.search(pattern, its.code) for its in EXAMPLES[package]), pattern
+        assert any(re.search(pattern, example.code) for example in EXAMPLES[package]), pattern

@@ -172,7 +172,7 @@ def test_workers_leave_under_32_streams(services: Services, expected: list[str])
         until(lambda: all(worker.metric("kvferry_decode_batch_size") for worker in services.decode))
         for worker in leaving:
             end(worker)
-        texts = [its.result(WAIT_S) for its in streams]
+        texts = [future.result(WAIT_S) for future in streams]
     assert texts == [expected[index % NUM_PROMPTS] for index in range(NUM_STREAMS)]
     assert [worker.popen.wait(WAIT_S) for worker in leaving] == [0, 0]
     # They ended where they ran; nothing was computed twice.
@@ -264,16 +264,18 @@ def test_streams_that_are_left_when_the_time_is_over_go_on_at_other_workers(say:
         assert prefill.metric("kvferry_history_bytes") > 0
         begun = {f"{index}-{copy}": threading.Event() for index in indices for copy in range(2)}
         streams = {
-            name: pool.submit(stream, services.url, pinned(request(int(name[0])), name, num_tokens), its.set)
-            for name, its in begun.items()
+            name: pool.submit(
+                stream, services.url, pinned(request(int(name[0])), name, num_tokens), event.set
+            )
+            for name, event in begun.items()
         }
-        assert all(its.wait(WAIT_S) for its in begun.values())
+        assert all(event.wait(WAIT_S) for event in begun.values())
         until(lambda: all(worker.metric("kvferry_decode_batch_size") for worker in services.decode))
         leaving = (prefill, services.decode[0])
         for worker in leaving:
             end(worker)
-        for name, its in streams.items():
-            assert its.result(WAIT_S) == texts[int(name[0]) % NUM_PROMPTS], name
+        for name, future in streams.items():
+            assert future.result(WAIT_S) == texts[int(name[0]) % NUM_PROMPTS], name
         assert [worker.popen.wait(WAIT_S) for worker in leaving] == [0, 0]
         assert services.router.metric("kvferry_recoveries_total") > 0
         for session in ended:

@@ -63,8 +63,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 folder,
                 "router",
                 *("--listen", "127.0.0.1:0"),
-                *("--prefill-workers", ",".join(its.addresses["address"] for its in prefill)),
-                *("--decode-workers", ",".join(its.addresses["address"] for its in decode)),
+                *("--prefill-workers", ",".join(worker.addresses["address"] for worker in prefill)),
+                *("--decode-workers", ",".join(worker.addresses["address"] for worker in decode)),
             )
         )()
         cluster = Cluster(router=router, prefill=prefill, decode=decode)
@@ -74,9 +74,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def last_used(workers: list[Process], metric: str, run: Callable[[], Any]) -> Process:
     """The worker whose counter a turn moves."""
-    before = [its.metric(metric) for its in workers]
+    before = [worker.metric(metric) for worker in workers]
     run()
-    (used,) = [its for its, count in zip(workers, before, strict=True) if its.metric(metric) > count]
+    (used,) = [worker for worker, count in zip(workers, before, strict=True) if worker.metric(metric) > count]
     return used
 
 
@@ -160,5 +160,5 @@ def test_a_frozen_prefill_worker_delays_no_session_of_the_other(
                 begin_s = time.monotonic()
                 cluster.stream({**body, "session_id": session_id}, lambda _: None)
                 assert time.monotonic() - begin_s <= LONGEST_TURN_S
-        for its in running:
-            its.result(120)
+        for future in running:
+            future.result(120)

@@ -60,7 +60,7 @@ async def half(tmp_path: Path) -> Any:
             stack.push_async_callback(links[name].close)
 
         def addresses(role: str) -> str:
-            return ",".join(f"127.0.0.1:{its.port}" for name, its in links.items() if name.startswith(role))
+            return ",".join(f"127.0.0.1:{link.port}" for name, link in links.items() if name.startswith(role))
 
         options = ["--prefill-workers", addresses("prefill"), "--decode-workers", addresses("decode")]
         wait = stack.enter_context(started(tmp_path, "router", "--listen", "127.0.0.1:0", *options))

@@ -48,8 +48,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def proxy(served: Stack, tmp_path: Path) -> Iterator[DemandingProxy]:
-    with demanding(served.base_url, tmp_path / "server") as its:
-        yield its
+    with demanding(served.base_url, tmp_path / "server") as demanding_proxy:
+        yield demanding_proxy
 
 
 @pytest.fixture
@@ -96,17 +96,27 @@ def launch(name: str) -> str:
 
 def answered(proxy: DemandingProxy) -> list[Exchange]:
     """The exchanges that ask the model for something; all of them succeeded."""
-    found = [its for its in proxy.exchanges if its.body and not its.path.endswith("count_tokens")]
+    found = [
+        exchange
+        for exchange in proxy.exchanges
+        if exchange.body and not exchange.path.endswith("count_tokens")
+    ]
     assert found
-    assert {its.status for its in found} == {200}, [its.text[:400] for its in found if its.status != 200]
+    assert {exchange.status for exchange in found} == {200}, [
+        exchange.text[:400] for exchange in found if exchange.status != 200
+    ]
     return found
 
 
 def check_tool_was_used(proxy: DemandingProxy) -> None:
     found = answered(proxy)
-    results = [its for its in found if SAID in str(its.body.get("messages") or its.body.get("input"))]
-    with_results = [its for its in results if its.has_result]
-    assert with_results, [str(its.body)[-600:] for its in found]
+    results = [
+        exchange
+        for exchange in found
+        if SAID in str(exchange.body.get("messages") or exchange.body.get("input"))
+    ]
+    with_results = [exchange for exchange in results if exchange.has_result]
+    assert with_results, [str(exchange.body)[-600:] for exchange in found]
     assert with_results[0].reused_tokens > MIN_REUSED
 
 
@@ -128,7 +138,7 @@ def test_opencode(run: Run, proxy: DemandingProxy) -> None:
     before = len(answered(proxy))
     run("opencode run --continue 'and again'")
     again = answered(proxy)[before:]
-    assert max(its.reused_tokens for its in again) > MIN_REUSED
+    assert max(exchange.reused_tokens for exchange in again) > MIN_REUSED
 
 
 def test_llm(run: Run, proxy: DemandingProxy) -> None:
@@ -140,7 +150,7 @@ def test_llm(run: Run, proxy: DemandingProxy) -> None:
     before = len(answered(proxy))
     run("llm -m kvferry -T llm_version 'which version is this?'")
     called = answered(proxy)[before:]
-    assert [its.has_result for its in called] == [False, True]
+    assert [exchange.has_result for exchange in called] == [False, True]
 
 
 def test_aider(run: Run, proxy: DemandingProxy) -> None:

@@ -59,8 +59,8 @@ def test_turns_before_and_after_a_restart_equal_the_oracle(
             for _ in range(turns):
                 answer = ask(stack, prompt, "s")
                 expected = [
-                    its.token_id
-                    for its in generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
+                    token.token_id
+                    for token in generator.generate(prompt, plan=plan, sampling=sampling, session=oracle)
                 ]
                 assert answer["choices"][0]["token_ids"] == expected
                 assert answer["kv"]["full_bytes"] == len(prompt) * TOKEN_BYTES

@@ -134,9 +134,11 @@ def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -
         blocks = client.messages.create(**cut).content
         with client.messages.stream(**cut) as stream:
             parts = stream.get_final_message().content
-        assert [getattr(its, "text", None) for its in parts] == [getattr(its, "text", None) for its in blocks]
-        assert [getattr(its, "input", None) for its in parts] == [
-            getattr(its, "input", None) for its in blocks
+        assert [getattr(part, "text", None) for part in parts] == [
+            getattr(expected, "text", None) for expected in blocks
+        ]
+        assert [getattr(part, "input", None) for part in parts] == [
+            getattr(expected, "input", None) for expected in blocks
         ]
 
 
@@ -149,7 +151,9 @@ async def test_the_async_client_streams(served: Stack) -> None:
     async with anthropic.AsyncAnthropic(base_url=served.base_url, api_key="-", max_retries=0) as client:
         whole = await client.messages.create(**ASK, **GREEDY)
         async with client.messages.stream(**ASK, **GREEDY) as stream:
-            assert await stream.get_final_text() == "".join(getattr(its, "text", "") for its in whole.content)
+            assert await stream.get_final_text() == "".join(
+                getattr(block, "text", "") for block in whole.content
+            )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,7 @@ def test_an_answer_that_has_begun_is_continued(client: anthropic.Anthropic, serv
         rest = client.messages.create(
             **{**ASK, "messages": [*QUESTION, {"role": "assistant", "content": message}]}, **GREEDY
         )
-        assert "".join(getattr(its, "text", "") for its in rest.content)
+        assert "".join(getattr(part, "text", "") for part in rest.content)
     answer = {"role": "assistant", "content": begun}
     more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
     same = chat(served, [*QUESTION, answer], **more)
@@ -275,7 +279,9 @@ def test_an_answer_that_has_begun_is_continued(client: anthropic.Anthropic, serv
     again = chat(served, following, session_id="begun", return_token_ids=True)
     alone = chat(served, following, return_token_ids=True)
     # The session has the ids that were generated, which are not always those of the text.
-    texts = [post(served, "/detokenize", tokens=its["prompt_token_ids"])["prompt"] for its in (again, alone)]
+    texts = [
+        post(served, "/detokenize", tokens=reply["prompt_token_ids"])["prompt"] for reply in (again, alone)
+    ]
     assert texts[0] == texts[1]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > same["usage"]["prompt_tokens"]
 
@@ -300,7 +306,7 @@ def test_models_have_capabilities_for_both_clients(client: anthropic.Anthropic, 
     (model,) = client.models.list().data
     assert (model.id, model.type, model.display_name) == ("text", "model", "text")
     listed = httpx.get(f"{served.base_url}/v1/models", headers=KEY).json()["data"][0]
-    assert {name: its["supported"] for name, its in listed["capabilities"].items()} == dict.fromkeys(
-        ("chat", "tools", "required_tools", "thinking", "structured_outputs"), True
-    )
+    assert {
+        name: capability["supported"] for name, capability in listed["capabilities"].items()
+    } == dict.fromkeys(("chat", "tools", "required_tools", "thinking", "structured_outputs"), True)
     assert client.models.retrieve("text").max_input_tokens == listed["max_model_len"] - 1

@@ -137,8 +137,8 @@ class Halves(LayerFormat):
 
     def _receive(self, header, regions):
         return {
-            name: regions[name] if name in regions else torch.empty(its.shape, dtype=its.dtype)
-            for name, its in header.items()
+            name: regions[name] if name in regions else torch.empty(spec.shape, dtype=spec.dtype)
+            for name, spec in header.items()
         }
 
     def open(self, regions, tensors):

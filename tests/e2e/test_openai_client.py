@@ -113,9 +113,9 @@ def test_echo_reports_every_token_of_a_prompt_whose_kv_is_stored(client: openai.
     assert len(choice.logprobs.tokens) == answer.usage.prompt_tokens == 96
     assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.completion_tokens == 0
     wide = complete(max_tokens=2, extra_body={"prompt_logprobs": 3}).choices[0].prompt_logprobs
-    assert [len(its) in (3, 4) for its in wide[1:]] == [True] * 95
-    for its, value in zip(wide[1:], choice.logprobs.token_logprobs[1:], strict=True):
-        assert value in [entry["logprob"] for entry in its.values()]
+    assert [len(candidates) in (3, 4) for candidates in wide[1:]] == [True] * 95
+    for candidates, value in zip(wide[1:], choice.logprobs.token_logprobs[1:], strict=True):
+        assert value in [entry["logprob"] for entry in candidates.values()]
 
 
 def test_chat_logprobs_and_seeded_sampling(client: openai.OpenAI) -> None:

@@ -32,7 +32,7 @@ from kvferry.tools.oracle import OneProcessGenerator
 def rank_of(pid: int) -> int:
     """The process of a worker's second rank."""
     ranks = []
-    children = " ".join(its.read_text() for its in Path(f"/proc/{pid}/task").glob("*/children"))
+    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     for child in children.split():
         if b"kvferry.shared.model.parallel.follower" in Path(f"/proc/{child}/cmdline").read_bytes():
             ranks.append(int(child))

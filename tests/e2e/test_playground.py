@@ -135,7 +135,7 @@ def test_a_refused_request_says_why_and_gives_the_draft_back(page):
 
 def violations(page: Page) -> list[str]:
     found = Axe().run(page).response["violations"]
-    return [f"{its['id']}: {its['nodes'][0]['html']}" for its in found]
+    return [f"{violation['id']}: {violation['nodes'][0]['html']}" for violation in found]
 
 
 MARKDOWN = (

@@ -213,5 +213,5 @@ def test_no_text_and_no_key_is_in_logs_traces_or_metrics(start_stack: Callable[.
     written = {"log": log, "metrics": b"".join(metrics), "traces": b"".join(spans)}
     for name, sign in (("log", b"request"), ("metrics", b"kvferry_requests"), ("traces", b"ship")):
         assert sign in written[name]
-        found = [its for its in written[name].splitlines() if WORD.encode() in its or KEY.encode() in its]
+        found = [line for line in written[name].splitlines() if WORD.encode() in line or KEY.encode() in line]
         assert found == []

@@ -32,7 +32,9 @@ def test_quality_95_of_snapkv_ships_at_most_a_third_of_the_bytes_and_answers_rig
             .json()
             for example in examples
         ]
-        return [its["choices"][0]["message"]["content"] for its in replies], [its["kv"] for its in replies]
+        return [reply["choices"][0]["message"]["content"] for reply in replies], [
+            reply["kv"] for reply in replies
+        ]
 
     full, _ = answers(method="full")
     compressed, reports = answers(method="snapkv", quality=QUALITY)

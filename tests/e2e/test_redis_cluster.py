@@ -83,11 +83,11 @@ def routers(redis: RedisCluster, tmp_path_factory: pytest.TempPathFactory) -> It
             ]
             for role, options in (("prefill", store), ("decode", ()))
         }
-        workers = {role: [wait() for wait in its] for role, its in waits.items()}
+        workers = {role: [wait() for wait in pending] for role, pending in waits.items()}
         options = ["--listen", "127.0.0.1:0", "--history-redis", redis.url, "--api-keys", ",".join(KEYS)]
-        for role, its in workers.items():
+        for role, role_workers in workers.items():
             # names, as of a headless service
-            names = [worker.addresses["address"].replace("127.0.0.1", "localhost") for worker in its]
+            names = [worker.addresses["address"].replace("127.0.0.1", "localhost") for worker in role_workers]
             options += [f"--{role}-workers", ",".join(names)]
         routers = [stack.enter_context(started(folder, f"router-{index}", *options)) for index in range(3)]
         processes = [wait() for wait in routers]
@@ -151,9 +151,9 @@ def test_no_turn_is_lost_when_a_master_is_killed_under_load(routers: Routers, re
         master.kill()
         for conversation in running.values():
             assert conversation.result()[0] == calm
-    assert NODE_TIMEOUT_MS / 1000 < max(its.result()[1] for its in running.values()) < LONGEST_PAUSE_S
+    assert NODE_TIMEOUT_MS / 1000 < max(future.result()[1] for future in running.values()) < LONGEST_PAUSE_S
     for key, name in running:
         session = routers.request("GET", f"/v1/sessions/{name}", key)
         assert session["turns"] == len(calm)
     listed = routers.request("GET", "/v1/documents", KEYS[0])["data"]
-    assert [its["id"] for its in listed] == ["d"]
+    assert [document["id"] for document in listed] == ["d"]

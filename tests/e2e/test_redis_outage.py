@@ -57,7 +57,7 @@ class Routers:
         while True:
             reply = httpx.get(f"{self.urls[router]}/v1/sessions/{session}/export", timeout=60)
             if reply.status_code == 200:
-                return [its["content"] for its in reply.json()["messages"]]
+                return [message["content"] for message in reply.json()["messages"]]
             assert reply.status_code == 503, reply.text
             assert time.monotonic() < deadline_s, reply.text
             time.sleep(0.5)
@@ -120,7 +120,7 @@ def test_a_turn_is_stored_or_its_answer_says_so_and_the_session_goes_on_when_it_
             time.sleep(0.01)
         routers.redis.kill()
         gone_s = time.monotonic()
-        outcomes = dict(zip(SESSIONS, [its.result() for its in running], strict=True))
+        outcomes = dict(zip(SESSIONS, [future.result() for future in running], strict=True))
     assert "not_stored" in outcomes.values(), outcomes
     while time.monotonic() - gone_s < OUTAGE_S:
         for number, session in enumerate(SESSIONS):

@@ -75,7 +75,9 @@ def test_a_previous_response_is_continued_and_its_kv_reused(client: openai.OpenA
     assert third.output_text == chat_text(client, again, temperature=0)
     for response in (first, second, third, other):
         assert client.responses.retrieve(response.id).output == response.output
-    sessions = {its["id"] for its in httpx.get(f"{served.base_url}/v1/sessions", headers=KEY).json()["data"]}
+    sessions = {
+        session["id"] for session in httpx.get(f"{served.base_url}/v1/sessions", headers=KEY).json()["data"]
+    }
     assert {first.id[:29], other.id[:29]} <= sessions
     for response in (first, second, third):
         client.responses.delete(response.id)
@@ -281,7 +283,7 @@ def test_functions_of_a_namespace_are_called_by_their_own_names(client: openai.O
         )
         with client.responses.create(**fields, tool_choice=tool_choice, stream=True) as stream:
             done = [event.item for event in stream if event.type == "response.output_item.done"]
-        assert [its.to_dict() | {"id": "", "call_id": ""} for its in done[:1]] == [
+        assert [item.to_dict() | {"id": "", "call_id": ""} for item in done[:1]] == [
             call.to_dict() | {"id": "", "call_id": ""}
         ]
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}

@@ -28,8 +28,8 @@ def stack(start_stack: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
     options = ("--model", str(folder), "--model-name", "hybrid", "--recovery-wait-s", "100")
     with start_stack(
         *options, "--history-disk", str(folder / "history"), "--history-disk-bytes", "1GB"
-    ) as its:
-        yield its
+    ) as running_stack:
+        yield running_stack
 
 
 def post(stack: Any, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -66,7 +66,7 @@ def test_a_conversation_runs_only_what_follows_its_last_turn(stack: Any) -> None
 def test_a_decode_worker_that_dies_in_the_second_turn_changes_no_answer(stack: Any) -> None:
     questions = ["the red castle", "where is the green tower ?", "and the lake ?"]
     long = {"max_tokens": 300}  # so that the answer is not over before the worker is killed
-    expected = [said(ask(stack, "undisturbed", its, **long)) for its in questions]
+    expected = [said(ask(stack, "undisturbed", question, **long)) for question in questions]
     answers = [said(ask(stack, "killed", questions[0], **long))]
     steps = stack.decode_metric("kvferry_decode_tokens_total")
 
@@ -77,7 +77,7 @@ def test_a_decode_worker_that_dies_in_the_second_turn_changes_no_answer(stack: A
 
     killer = threading.Thread(target=kill)
     killer.start()
-    answers += [said(ask(stack, "killed", its, **long)) for its in questions[1:]]
+    answers += [said(ask(stack, "killed", question, **long)) for question in questions[1:]]
     killer.join()
     assert answers == expected
     assert stack.router_metric("kvferry_recoveries_total", role="decode") == 1

@@ -87,12 +87,12 @@ def test_the_committed_results_are_within_the_goals() -> None:
     for name in ("step.json", "step-greedy.json"):
         step = json.loads((results / name).read_text())["step"]
         assert step["sequences"] == 16
-        models = [its for its in step.values() if isinstance(its, dict)]
+        models = [model for model in step.values() if isinstance(model, dict)]
         assert len(models) == 2
-        for its in models:
-            plain, structured = (statistics.median(its[key]) for key in ("plain_ms", "structured_ms"))
-            assert its["added_percent_of_medians"] == pytest.approx(100 * (structured / plain - 1), abs=0.1)
-            assert its["added_percent_of_medians"] <= 15
+        for model in models:
+            plain, structured = (statistics.median(model[key]) for key in ("plain_ms", "structured_ms"))
+            assert model["added_percent_of_medians"] == pytest.approx(100 * (structured / plain - 1), abs=0.1)
+            assert model["added_percent_of_medians"] <= 15
 
 
 def test_the_clients_own_helpers_parse_answers_and_streams(client: openai.OpenAI) -> None:
@@ -288,7 +288,7 @@ def test_schemas_that_take_for_ever_keep_nobody_else_waiting(served: Stack) -> N
             assert plain.post(url, json=other, headers={"x-api-key": "other"}).status_code == 200
             assert plain.get(f"{served.base_url}/ready").status_code == 200
         refused = asked.result(120)
-        assert all(its.result(120) is None for its in leaving)
+        assert all(future.result(120) is None for future in leaving)
     assert refused.status_code == 400
     assert "guided_json cannot be used" in refused.json()["error"]["message"]
 

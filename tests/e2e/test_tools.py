@@ -89,15 +89,18 @@ def test_streams_have_the_same_calls(client: openai.OpenAI) -> None:
     assert final.finish_reason == whole.finish_reason
     assert check(final.message.tool_calls) == check(whole.message.tool_calls)
     ours = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
-    assert [(its.function.name, its.function.arguments) for its in final.message.tool_calls or ()] == ours
+    assert [
+        (tool_call.function.name, tool_call.function.arguments)
+        for tool_call in final.message.tool_calls or ()
+    ] == ours
     chunks: Any = list(client.chat.completions.create(**fields, stream=True))
-    added = [its for chunk in chunks for its in chunk.choices[0].delta.tool_calls or ()]
+    added = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
     for index, (name, arguments) in enumerate(ours):
-        first, *rest = [its for its in added if its.index == index]
+        first, *rest = [piece for piece in added if piece.index == index]
         assert first.function.name == name
         assert first.id
-        assert all(its.id is None and its.function.name is None for its in rest)
-        assert "".join(its.function.arguments for its in [first, *rest]) == arguments
+        assert all(piece.id is None and piece.function.name is None for piece in rest)
+        assert "".join(piece.function.arguments for piece in [first, *rest]) == arguments
         assert len(rest) > 1  # they come as the model writes them
 
 
@@ -111,10 +114,10 @@ def test_a_call_that_is_cut_off_has_what_came_of_its_arguments(client: openai.Op
     with client.chat.completions.stream(**fields) as stream:
         chunks = [event.chunk.choices[0] for event in stream if event.type == "chunk"]
     streamed = "".join(
-        its.function.arguments or ""
+        piece.function.arguments or ""
         for chunk in chunks
-        for its in chunk.delta.tool_calls or ()
-        if its.function is not None
+        for piece in chunk.delta.tool_calls or ()
+        if piece.function is not None
     )
     (call,) = cut.message.tool_calls or ()
     assert call.function.name == "get_weather"
@@ -140,7 +143,8 @@ def test_a_model_that_calls_by_itself_is_understood(client: openai.OpenAI) -> No
         assert choice.finish_reason == "tool_calls"
         ours = [(call.function.name, call.function.arguments) for call in forced.message.tool_calls]
         assert [
-            (its.function.name, its.function.arguments) for its in choice.message.tool_calls or ()
+            (tool_call.function.name, tool_call.function.arguments)
+            for tool_call in choice.message.tool_calls or ()
         ] == ours
     plain = client.chat.completions.create(**ask).choices[0]
     assert plain.message.tool_calls is None

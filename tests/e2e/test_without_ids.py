@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Pro
         *prefill, decode = (wait() for wait in waits)
         options = (
             *("--listen", "127.0.0.1:0"),
-            *("--prefill-workers", ",".join(its.addresses["address"] for its in prefill)),
+            *("--prefill-workers", ",".join(worker.addresses["address"] for worker in prefill)),
             *("--decode-workers", decode.addresses["address"]),
         )
         waits = [stack.enter_context(started(folder, f"router-{index}", *options)) for index in range(2)]
@@ -74,8 +74,8 @@ def prompt(answer: dict[str, Any]) -> int:
 
 def texts(make_document: Callable[..., Any], seed: int, number: int) -> list[str]:
     return [
-        f"{its.text} {its.questions[0][0]}"
-        for its in (make_document(seed + turn, num_words=200) for turn in range(number))
+        f"{document.text} {document.questions[0][0]}"
+        for document in (make_document(seed + turn, num_words=200) for turn in range(number))
     ]
 
 

@@ -73,7 +73,7 @@ def test_it_runs_with_a_model_that_has_tools(tool_model: str, name: str) -> None
 def test_the_notebook_runs() -> None:
     notebook: Any = nbformat.read(EXAMPLES / "compression.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3").execute()
-    texts = [its.get("text", "") for cell in notebook.cells for its in cell.get("outputs", ())]
+    texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())]
     assert "snapkv" in "".join(texts)
 
 

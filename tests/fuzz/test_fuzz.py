@@ -55,7 +55,7 @@ def test_memory_and_time_of_seeded_cases_are_bounded(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_committed_cases_end_as_they_did(targets: dict[str, Target], name: str) -> None:
-    entries = [its for its in CORPUS if its["target"] == name]
+    entries = [committed for committed in CORPUS if committed["target"] == name]
     assert entries
     for entry in entries:
         outcome = targets[name].read(tuple(base64.b64decode(part) for part in entry["case"]))
@@ -66,7 +66,7 @@ async def test_requests_of_the_openapi_document_get_answers(base_url: str) -> No
     document = httpx.get(f"{base_url}/openapi.json", timeout=30).json()
     api = Api(document)
     requests = [api.make(Random(f"test {number}")) for number in range(NUM_REQUESTS)]
-    requests += [base64.b64decode(its["case"][0]) for its in CORPUS if its["target"] == "http"]
+    requests += [base64.b64decode(entry["case"][0]) for entry in CORPUS if entry["target"] == "http"]
     assert len(requests) > NUM_REQUESTS
     statuses = set()
     where = urlsplit(base_url)
@@ -95,5 +95,5 @@ def test_a_reader_with_a_mistake_is_found(how: str, found: str) -> None:
 
     target = Target(name="t", make=lambda rng: (rng.randbytes(9),), read=read, max_bytes=(8, 64))
     report = run(target, seed=1, num_messages=3)
-    assert [found in its["what"] for its in report.findings] == [True] * (3 if found else 0)
+    assert [found in finding["what"] for finding in report.findings] == [True] * (3 if found else 0)
     assert report.num_cases == 3

@@ -22,7 +22,7 @@ NUM_RUNS = 1000
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_the_committed_inputs_are_read_or_refused_by_name(name: str) -> None:
-    inputs = [base64.b64decode(its["input"]) for its in INPUTS if its["target"] == name]
+    inputs = [base64.b64decode(entry["input"]) for entry in INPUTS if entry["target"] == name]
     assert len(inputs) >= 10
     target = TARGETS[name]()
     try:

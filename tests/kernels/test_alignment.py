@@ -151,14 +151,16 @@ def test_page_extremes_are_aligned_along_pages(name: str) -> None:
 
     for stride in (pages, 12):
         with pytest.raises(ValueError, match=rf"{name} has strides"):
-            batch.place(0, {0: changed(rows, name, lambda its, stride=stride: channels_apart(its, stride))})
+            batch.place(
+                0, {0: changed(rows, name, lambda tensor, stride=stride: channels_apart(tensor, stride))}
+            )
     with pytest.raises(ValueError, match=rf"{name} has strides"):
         batch.place(0, {0: changed(rows, name, Tensor.contiguous)})
     with pytest.raises(ValueError, match=rf"{name} does not start"):
         batch.place(
-            0, {0: changed(rows, name, lambda its: one_element_on(aligned(HEADS, DIM, 16))[..., :11].mT)}
+            0, {0: changed(rows, name, lambda tensor: one_element_on(aligned(HEADS, DIM, 16))[..., :11].mT)}
         )
-    batch.place(0, {0: changed(rows, name, lambda its: channels_apart(its, 24))})
+    batch.place(0, {0: changed(rows, name, lambda tensor: channels_apart(tensor, 24))})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,10 @@ def test_parts_of_a_quantised_prompt_are_aligned(name: str, shown: str) -> None:
         batch.place(0, {0: changed(rows, f"quantised.{name}", one_element_on)})
     unit = ALIGNMENT_BYTES // getattr(rows.quantised, name).element_size()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=rf"{shown} has strides"):
-        batch.place(0, {0: changed(rows, f"quantised.{name}", lambda its: in_heads_apart(its, unit // 2))})
-    batch.place(0, {0: changed(rows, f"quantised.{name}", lambda its: in_heads_apart(its, unit))})
+        batch.place(
+            0, {0: changed(rows, f"quantised.{name}", lambda tensor: in_heads_apart(tensor, unit // 2))}
+        )
+    batch.place(0, {0: changed(rows, f"quantised.{name}", lambda tensor: in_heads_apart(tensor, unit))})
 
 
 @pytest.mark.parametrize(("num_rows", "empty"), [(5, ("codes", "scales")), (64, ("keys", "values"))])
@@ -181,7 +185,9 @@ def test_parts_without_elements_have_no_address_and_pass(num_rows: int, empty: t
     for name in empty:
         assert not getattr(rows.quantised, name).numel()  # type: ignore[attr-defined]
         rows = changed(
-            rows, f"quantised.{name}", lambda its: torch.empty(1, dtype=its.dtype)[1:].view(its.shape)
+            rows,
+            f"quantised.{name}",
+            lambda tensor: torch.empty(1, dtype=tensor.dtype)[1:].view(tensor.shape),
         )
     batch.place(0, {0: rows})
 

@@ -53,7 +53,7 @@ def test_what_is_not_in_the_folder_is_in_triton_s_cache(folder: Path, tmp_path: 
     cache.put_group(NAME, {NAME: path})
     assert Path(path).parent.parent == tmp_path / "cache"
     assert cache.get_group(NAME) == {NAME: path}
-    assert sorted(its.name for its in folder.iterdir()) == [KEY]
+    assert sorted(entry.name for entry in folder.iterdir()) == [KEY]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_kivi_divides_programs_by_length(monkeypatch: pytest.MonkeyPatch) -> Non
     for slot in range(NUM_SHORT + 1):
         rows = torch.randn(2, 1, num_tiles * TILE_TOKENS if slot == 2 else SHORT, DIM)
         made = kivi_quantise(*rows, bits)
-        parts = [arena.take(its) for its in (made.codes, made.scales, made.keys, made.values)]
+        parts = [arena.take(tensor) for tensor in (made.codes, made.scales, made.keys, made.values)]
         quantised = KiviRows(bits=bits, codes=parts[0], scales=parts[1], keys=parts[2], values=parts[3])
         new = arena.take(torch.zeros(2, 1, NUM_NEW, DIM))
         batch.place(slot, {0: QuantisedRows(keys=new[0], values=new[1], length=0, quantised=quantised)})

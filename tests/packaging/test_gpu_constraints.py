@@ -49,7 +49,7 @@ def dry_run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
 
 
 def requirement(metadata: dict[str, Any], name: str) -> str:
-    (found,) = [its for its in metadata["requires_dist"] if re.match(rf"{name}\b(?!-)", its)]
+    (found,) = [line for line in metadata["requires_dist"] if re.match(rf"{name}\b(?!-)", line)]
     return str(found)
 
 
@@ -90,16 +90,19 @@ def test_the_extra_has_the_pair_of_the_image_and_the_others_leave_it_open() -> N
     """What pip honours without a constraints file. The tests' environment has another torch, for the CPU."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = pins("constraints-gpu.txt")
-    gpu = {its.name: its for its in map(Requirement, project["optional-dependencies"]["gpu"])}
-    assert {name: str(its.specifier) for name, its in gpu.items()} == {
+    gpu = {
+        dependency.name: dependency
+        for dependency in map(Requirement, project["optional-dependencies"]["gpu"])
+    }
+    assert {name: str(dependency.specifier) for name, dependency in gpu.items()} == {
         name: f"=={wanted[name]}" for name in NAMES
     }
-    assert {str(its.marker) for its in gpu.values()} == {'sys_platform == "linux"'}
+    assert {str(dependency.marker) for dependency in gpu.values()} == {'sys_platform == "linux"'}
     tested = pins("constraints.txt")
-    for its in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]):
-        if its.name in NAMES:
-            assert wanted[its.name] in its.specifier
-            assert tested[its.name] in its.specifier
+    for dependency in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]):
+        if dependency.name in NAMES:
+            assert wanted[dependency.name] in dependency.specifier
+            assert tested[dependency.name] in dependency.specifier
 
 
 def test_the_pages_name_the_extra_s_torch_and_its_driver() -> None:
@@ -114,8 +117,8 @@ def test_the_pages_name_the_extra_s_torch_and_its_driver() -> None:
 def chosen_by(report: Path) -> dict[str, str]:
     """The versions of pip's report, by name."""
     return {
-        its["metadata"]["name"].lower(): its["metadata"]["version"]
-        for its in json.loads(report.read_text())["install"]
+        package["metadata"]["name"].lower(): package["metadata"]["version"]
+        for package in json.loads(report.read_text())["install"]
     }
 
 

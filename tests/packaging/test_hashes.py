@@ -41,7 +41,7 @@ def test_every_version_is_exact_and_has_digests(locked: dict[str, list[tuple[Req
     for entries in locked.values():
         for requirement, digests in entries:
             assert version(requirement)
-            assert all(DIGEST.fullmatch(its) for its in digests.split()), requirement
+            assert all(DIGEST.fullmatch(digest) for digest in digests.split()), requirement
 
 
 def test_what_the_package_needs_is_locked_in_an_allowed_version(

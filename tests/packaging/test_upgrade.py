@@ -179,7 +179,7 @@ def test_streams_go_on_while_workers_and_routers_are_replaced(
                 for process in leaving:
                     process.popen.send_signal(signal.SIGTERM)
                 then()
-                return [its.result(WAIT_S) for its in streams]
+                return [future.result(WAIT_S) for future in streams]
 
         waits = [start_worker("prefill-0"), start_worker("decode-0"), start_router("router-0")]
         old_prefill, old_decode, old_router = [wait() for wait in waits]

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 NUM_MATES = 7
-"""With more, torch computes the products; see docs/limits.md."""
 NUM_TOKENS, NUM_OF_MATES = 120, 40
 QUESTION = [5, 9, 11, 3]
 
@@ -40,7 +39,7 @@ async def ask(pair: Pair, method: str, prompt: list[int], session_id: str, num_t
 
 def drawn(turn: Turn) -> list[object]:
     """Tokens, their log-probabilities and those of five alternatives, as the numbers are."""
-    return [(its.token_id, its.logprob, its.top_logprobs) for its in turn.sampled]
+    return [(token.token_id, token.logprob, token.top_logprobs) for token in turn.sampled]
 
 
 @pytest.mark.parametrize("method", ["full", "rocketkv", "snapkv", "rdkv"])

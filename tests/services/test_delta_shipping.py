@@ -113,7 +113,7 @@ async def test_rows_of_any_earlier_turn_are_not_shipped_again(pair: Pair) -> Non
         retained.append(kept)
         prompt = prompt + turn.tokens + some_tokens(pair.model, 20, seed=30 + number)
         older = pair.decode._retained._chains[SESSION].selections[1:]
-        await eventually(lambda: all(its.is_settled for its in older))  # noqa: B023
+        await eventually(lambda: all(selection.is_settled for selection in older))  # noqa: B023
         older_bytes = pair.retained_bytes() - turn.ticket.reserved_bytes
         assert older_bytes <= spec.kv_token_bytes * turn.ticket.retained_tokens
     # rows that two neighbours have are there once

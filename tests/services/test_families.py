@@ -130,8 +130,8 @@ async def test_layers_with_windows_ship_their_last_rows_only(pair: Pair) -> None
     spec, num_tokens = pair.model.spec, 2 * WINDOW + 5
     turn = await pair.turn(prompt_of(num_tokens, seed=1), FULL, sampling=greedy(4))
     shipped = [
-        num_tokens if not its.window else num_tokens % WINDOW if its.is_chunked else WINDOW - 1
-        for its in spec.layers
+        num_tokens if not layer.window else num_tokens % WINDOW if layer.is_chunked else WINDOW - 1
+        for layer in spec.layers
     ]
-    assert 0 < sum(its.window > 0 for its in spec.layers) < spec.num_layers
+    assert 0 < sum(layer.window > 0 for layer in spec.layers) < spec.num_layers
     assert turn.done.bytes_by_kind["rows"] == 2 * spec.num_kv_heads * spec.row_bytes(0) * sum(shipped)

@@ -85,7 +85,9 @@ def questions(tree: ast.AST, is_after: Callable[[ast.AST], bool]) -> list[ast.Ca
 
 def test_whoever_asks_after_an_error_asks_about_it() -> None:
     asked = 0
-    for path in (its for folder in ("services", "shared") for its in (REPOSITORY / folder).rglob("*.py")):
+    for path in (
+        source for folder in ("services", "shared") for source in (REPOSITORY / folder).rglob("*.py")
+    ):
         text = path.read_text(encoding="utf-8")
         if "is_lost(" not in text:
             continue

@@ -129,7 +129,7 @@ async def check_tokens(
     for method, (first, second) in turns.items():
         expected_first, expected_second = expected[method]
         oracle = OneProcessGenerator(one).generate(FIRST, plan=plan_of(method), sampling=SAMPLING)
-        assert [its.token_id for its in oracle] == expected_first.tokens
+        assert [token.token_id for token in oracle] == expected_first.tokens
         sent, expected_sent = dict(first.done.bytes_by_kind), dict(expected_first.done.bytes_by_kind)
         # each part has a manifest, and headers
         assert 2 * expected_sent.pop("manifest") > sent.pop("manifest") / num_parts
@@ -153,8 +153,8 @@ async def test_prompts_of_every_other_method_are_compressed_as_in_one_rank(
     turns = await turns_of(parallel, worker_of(folder, 2), methods)
     expected = await turns_of(one, one, methods)
     num_same = 0
-    for method, its in turns.items():
-        for turn, of_one in zip(its, expected[method], strict=True):
+    for method, conversation in turns.items():
+        for turn, of_one in zip(conversation, expected[method], strict=True):
             sent, expected_sent = dict(turn.done.bytes_by_kind), dict(of_one.done.bytes_by_kind)
             manifests = expected_sent.pop("manifest"), sent.pop("manifest")
             assert 1 <= manifests[1] / manifests[0] < 2.2, method  # of two parts
@@ -192,8 +192,8 @@ async def test_a_short_prompt_overtakes_a_long_one_in_every_rank(
         turns = {700: await turn(700), 40: await tasks[0]}
     between = [(40, layer) for layer in range(4)]
     assert layers == [(700, 0), (700, 1), *between, (700, 2), (700, 3)]
-    for num_tokens, its in turns.items():
+    for num_tokens, finished in turns.items():
         expected = OneProcessGenerator(one).generate(
             prompts[num_tokens], plan=plan_of(method), sampling=SAMPLING
         )
-        assert same_or_tied(its.tokens, expected) > 0
+        assert same_or_tied(finished.tokens, expected) > 0

@@ -48,7 +48,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
 
 
 def state_bytes(pair: Pair) -> int:
-    return sum(its.state_bytes for its in pair.model.spec.layers)
+    return sum(layer.state_bytes for layer in pair.model.spec.layers)
 
 
 @pytest.mark.parametrize("family", [*HYBRIDS, "mamba2", "nemotron_h"])
@@ -272,7 +272,9 @@ async def test_a_long_prompt_is_overtaken_between_the_layers_and_has_its_own_sta
     turn = await pair.turn(prompt, FULL, session=SESSION, sampling=greedy(10))
     answers = await asyncio.gather(*tasks)
     assert turn.tokens == reference.tokens(prompt, 10)
-    assert [its.tokens for its in answers] == [reference.tokens(its, 10) for its in short]
+    assert [answer.tokens for answer in answers] == [
+        reference.tokens(short_prompt, 10) for short_prompt in short
+    ]
     prompt = [*prompt, *turn.tokens, *prompt_of(LONG // 4, seed=51)]
     turn = await pair.turn(prompt, FULL, session=SESSION, sampling=greedy(10))
     assert turn.reused == LONG + 9
@@ -291,7 +293,9 @@ async def test_a_state_that_is_not_finite_ends_its_own_sequence_alone(pair: Pair
     def launch(**given: int) -> Any:
         running = decode._engine._running
         if len(running) == len(prompts) and not poisoned:
-            victim = next(its for its in running if len(its.request.prompt_token_ids) == len(prompts[1]))
+            victim = next(
+                sequence for sequence in running if len(sequence.request.prompt_token_ids) == len(prompts[1])
+            )
             poisoned.append(victim.request.request_id)
             for cache in victim.caches:
                 if isinstance(cache, StateLayer):
@@ -322,7 +326,7 @@ async def test_states_move_with_their_sequences_and_wait_on_the_host(pair: Pair,
         for number, prompt in enumerate(prompts)
     ]
     answers = await asyncio.gather(*turns)
-    assert [its.tokens for its in answers] == [reference.tokens(prompt, 200) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == [reference.tokens(prompt, 200) for prompt in prompts]
     assert pair.decode_metrics.preempted.labels(pair.model.spec.name)._value.get() > 0
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(folder: Path, role: Role | None) -> Iterator[MetricsServer]:
     """With TLS if it has a role."""
     certs = Certs(str(folder), role) if role is not None else None
-    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: True, certs=certs)
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", problem=lambda: "", certs=certs)
     try:
         yield server
     finally:

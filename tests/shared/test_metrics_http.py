@@ -48,12 +48,13 @@ def test_metrics_are_served_from_the_registry_given() -> None:
 
 
 def test_ready_answers_what_the_service_says_now_and_is_absent_where_none_can() -> None:
-    answers = iter((True, False))
-    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: next(answers))
+    answers = iter(("", "it starts"))
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", problem=lambda: next(answers))
     silent = serve_metrics(CollectorRegistry(), "127.0.0.1:0")
     try:
-        statuses = [httpx.get(f"http://{server.address}/ready", timeout=30).status_code for _ in range(2)]
-        assert statuses == [200, 503]
+        replies = [httpx.get(f"http://{server.address}/ready", timeout=30) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [200, 503]
+        assert replies[1].json() == {"status": "not ready", "reason": "it starts"}
         assert httpx.get(f"http://{silent.address}/ready", timeout=30).status_code == 404
     finally:
         server.close()

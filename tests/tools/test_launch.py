@@ -24,8 +24,8 @@ def text_of(base_url: str, name: str, capsys: pytest.CaptureFixture[str], key: s
 
 def values_of(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return [its for inner in value.values() for its in values_of(inner)]
-    return [its for inner in value for its in values_of(inner)] if isinstance(value, list) else [value]
+        return [leaf for inner in value.values() for leaf in values_of(inner)]
+    return [leaf for inner in value for leaf in values_of(inner)] if isinstance(value, list) else [value]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -45,7 +45,7 @@ def test_a_configuration_has_address_model_and_key(
     assert start.strip()
     read = {".json": json.loads, ".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}
     parsed = read[path.suffix](content)
-    urls = [its for its in values_of(parsed) if isinstance(its, str) and its.startswith(base_url)]
+    urls = [value for value in values_of(parsed) if isinstance(value, str) and value.startswith(base_url)]
     assert urls == [base_url if name == "claude" else f"{base_url}/v1"]
 
 

@@ -87,14 +87,14 @@ async def bench(config: BenchConfig, *, console: Console | None = None) -> int:
         }
         for server in servers
     }
-    console.print(_table({name: its["median"] for name, its in described.items()}, config))
-    for name, its in described.items():
-        for category, said in its["median"]["first_errors"].items():
+    console.print(_table({name: entry["median"] for name, entry in described.items()}, config))
+    for name, entry in described.items():
+        for category, said in entry["median"]["first_errors"].items():
             console.print(f"{name}: {category}: {said}", style="red", markup=False)
     if config.out:
         _write(config, described, samples)
         console.print(f"written to {config.out}", markup=False)
-    return 0 if all(its["median"]["complete"] for its in described.values()) else 1
+    return 0 if all(entry["median"]["complete"] for entry in described.values()) else 1
 
 
 def _progress(console: Console) -> Progress:
@@ -111,7 +111,7 @@ def _progress(console: Console) -> Progress:
 
 
 async def _warm_up(servers: list[Server], config: BenchConfig, prompts: PromptMaker) -> None:
-    """Raises: KvferryError: a server answers none of the load's requests."""
+    """Warm up the servers. Raises: KvferryError: a server answers none of the load's requests."""
     if not config.warmup:
         return
     for server in servers:
@@ -128,7 +128,7 @@ async def _warm_up(servers: list[Server], config: BenchConfig, prompts: PromptMa
 async def _run(
     server: Server, load: Load, config: BenchConfig, progress: Progress, number: int
 ) -> tuple[list[Sample], float]:
-    """One run: its samples, and the processor time that this process took."""
+    """Make one run; return its samples, and the processor time that this process took."""
     title = f"{server.name}, run {number + 1} of {config.repeats}"
     task = progress.add_task(title, total=load.num_requests)
     run = Run(server, load, config, lambda: progress.advance(task))
@@ -140,7 +140,7 @@ async def _run(
 
 
 def _table(medians: Mapping[str, Figures], config: BenchConfig) -> Table:
-    """A row a figure, a column a server; with two, how many times the second one's the first one's is."""
+    """Make a table: a row a figure, a column a server; with two, also the first one's ratio to the second."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in medians:
@@ -156,13 +156,13 @@ def _table(medians: Mapping[str, Figures], config: BenchConfig) -> Table:
         table.add_row(title, *cells)
 
     def add(title: str, *path: str, form: str = ".1f", scale: float = 1.0) -> None:
-        found = [_at(its, path) for its in medians.values()]
+        found = [_at(figures, path) for figures in medians.values()]
         if any(value is not None for value in found):
             row(title, [None if value is None else scale * value for value in found], form)
 
     add("complete requests", "complete", form=".0f")
     add("cancelled", "cancelled", form=".0f")
-    row("failed", [float(sum(its["failed"].values())) for its in medians.values()], ".0f")
+    row("failed", [float(sum(figures["failed"].values())) for figures in medians.values()], ".0f")
     add("duration, s", "duration_s")
     add("requests a second", "requests_per_s", form=".2f")
     add("output tokens a second", "output_tokens_per_s")

@@ -1,4 +1,4 @@
-"""The load of one run: which conversations begin when, with which requests. It follows from a seed alone.
+"""The load of one run: which conversations begin when, with which requests. It depends on a seed only.
 
 closed    --concurrency conversations at a time; the next begins when one ends
 poisson   conversations begin at random moments, --rate in a second on average
@@ -70,7 +70,7 @@ class Load:
 
 
 def parse_mix(text: str) -> tuple[Kind, ...]:
-    """The kinds of `PROMPT:ANSWER[@WEIGHT],...`.
+    """Parse the kinds of `PROMPT:ANSWER[@WEIGHT],...`.
 
     Raises: ConfigurationError: the text has another form.
     """
@@ -88,7 +88,7 @@ def parse_mix(text: str) -> tuple[Kind, ...]:
 
 
 def make_load(config: BenchConfig, prompts: PromptMaker, run: int) -> Load:
-    """The load of a run. Other runs have other texts, so that no server has their KV yet."""
+    """Make the load of a run. Other runs have other texts, so that no server has their KV yet."""
     chance = random.Random(f"{config.seed} {run}")
     kinds = shares(parse_mix(config.mix), config.conversations, chance)
     num_requests = config.conversations * config.turns
@@ -112,7 +112,7 @@ def make_load(config: BenchConfig, prompts: PromptMaker, run: int) -> Load:
 
 
 def shares(kinds: tuple[Kind, ...], number: int, chance: random.Random) -> list[Kind]:
-    """So many kinds in random order, each as often as its weight says, to the nearest whole number."""
+    """Draw `number` kinds in random order, each as often as its weight says, to the nearest integer."""
     total = sum(kind.weight for kind in kinds)
     exact = [kind.weight / total * number for kind in kinds]
     counts = [int(value) for value in exact]
@@ -125,7 +125,7 @@ def shares(kinds: tuple[Kind, ...], number: int, chance: random.Random) -> list[
 
 
 def start_times(arrivals: Arrivals, config: BenchConfig, chance: random.Random) -> list[float]:
-    """Seconds from the run's beginning, one for each conversation."""
+    """Return for each conversation the seconds from the run's beginning."""
     number = config.conversations
     if arrivals == "closed":
         return [0.0] * number

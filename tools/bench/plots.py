@@ -1,4 +1,4 @@
-"""Plots of a bench: how latencies are distributed, and how they went in the course of a run.
+"""Plots of a bench: how latencies are distributed, and how they changed in the course of a run.
 
 matplotlib is an extra (`kvferry[eval]`); it is imported only when a plot is drawn.
 """
@@ -28,7 +28,7 @@ def draw(samples: Mapping[str, Sequence[Sample]], config: BenchConfig, folder: P
 
 
 def _latency(samples: Mapping[str, Sequence[Sample]], config: BenchConfig) -> Figure:
-    """The share of requests within a latency: to the first token, per token, in total."""
+    """Plot the share of requests within a latency: to the first token, per token, in total."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.8), layout="constrained")
@@ -39,8 +39,8 @@ def _latency(samples: Mapping[str, Sequence[Sample]], config: BenchConfig) -> Fi
         ("total_s", "in total, s", config.total_bound_s),
     )
     for panel, (name, title, bound_s) in zip(panels, parts, strict=True):
-        for server, its in samples.items():
-            found = [getattr(sample, name) for sample in its]
+        for server, server_samples in samples.items():
+            found = [getattr(sample, name) for sample in server_samples]
             values = sorted(value for value in found if value is not None)
             if values:
                 panel.plot(values, [(i + 1) / len(values) for i in range(len(values))], label=server)
@@ -55,21 +55,21 @@ def _latency(samples: Mapping[str, Sequence[Sample]], config: BenchConfig) -> Fi
 
 
 def _timeline(samples: Mapping[str, Sequence[Sample]]) -> Figure:
-    """Time to the first token by when the request was due, one panel a server; failures as crosses below."""
+    """Plot the time to the first token by when a request was due, a panel a server; failures as crosses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.8 * len(samples)), layout="constrained")
     panels = figure.subplots(len(samples), 1, squeeze=False, sharex=True)[:, 0]
-    for panel, (server, its) in zip(panels, samples.items(), strict=True):
-        for kind in sorted({sample.kind for sample in its}):
+    for panel, (server, server_samples) in zip(panels, samples.items(), strict=True):
+        for kind in sorted({sample.kind for sample in server_samples}):
             points = [
                 (sample.due_s, sample.first_token_s)
-                for sample in its
+                for sample in server_samples
                 if sample.kind == kind and sample.first_token_s is not None
             ]
             if points:
                 panel.scatter(*zip(*points, strict=True), s=12, label=kind)
-        failed = [sample.due_s for sample in its if sample.outcome == "failed"]
+        failed = [sample.due_s for sample in server_samples if sample.outcome == "failed"]
         panel.scatter(failed, [0.0] * len(failed), marker="x", color="red")
         panel.set_title(server, fontsize="small")
         panel.set_ylabel("to the first token, s")

@@ -38,10 +38,10 @@ class PromptMaker:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, num_tokens: int, chance: random.Random) -> str:
-        """A text whose tokenization has this many tokens, or as near as some tokenizers allow."""
+        """Make a text whose tokenization has this many tokens, or as near as some tokenizers allow."""
         ids = chance.choices(self._words, k=num_tokens)
         for _ in range(_TRIES):
-            # A text need not tokenize to the ids that it was decoded from.
+            # A text may tokenize to other ids than those that it was decoded from.
             found = self._tokenizer.encode(self._tokenizer.decode(ids), add_special_tokens=False).ids
             if len(found) == num_tokens:
                 break

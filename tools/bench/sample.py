@@ -98,7 +98,7 @@ class Sample:
         return (self.last_s - self.first_s) / (self.output_tokens - 1)
 
     def record(self) -> dict[str, Any]:
-        """For requests.jsonl: everything but the times between events."""
+        """Return the record for requests.jsonl: everything but the times between events."""
         fields = asdict(self)
         del fields["between_s"]
         return fields
@@ -122,7 +122,7 @@ class Reading:
         self.said_error: str | None = None
 
     def event(self, data: bytes, now_s: float) -> bool:
-        """Take one event. Returns False where the client closes the stream here."""
+        """Take one event. Returns False if the client closes the stream here."""
         if data == b"[DONE]":
             return True
         event = _EVENTS.decode(data)
@@ -150,7 +150,7 @@ class Reading:
         return not self.cancelled
 
     def _has_token(self, event: _Event) -> bool:
-        """Whether an event brings a token. A chat's first event has only a role, its last may lack text."""
+        """Return whether an event has a token. A chat's first has only a role, its last may lack text."""
         found = False
         for choice in event.choices:
             delta = choice.delta
@@ -166,7 +166,7 @@ class Reading:
         return found
 
     def end(self) -> None:
-        """The stream is over: say how it ended."""
+        """Note how the stream has ended."""
         sample = self._sample
         if self.cancelled:
             sample.outcome, sample.output_tokens = "cancelled", self._num_events

@@ -1,4 +1,4 @@
-"""One server under load: its address and model, and what a request to it looks like.
+"""One server under load: its address and model, and the form of its requests.
 
 A kvferry gets sessions and documents by their ids. Any other server gets the whole conversation in each
 request, with the document as its system message, as its clients would send it.
@@ -49,7 +49,7 @@ class Server:
     async def connect(
         cls, name: str, url: str, api_key: str, model: str, config: BenchConfig
     ) -> AsyncIterator[Self]:
-        """Ask the server what it is.
+        """Connect to a server and ask for its model and features.
 
         Args: model: to ask for; empty: the first that the server lists.
         Raises: KvferryError: it cannot be reached or answers with an error.

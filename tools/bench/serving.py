@@ -22,7 +22,7 @@ _LOG_CHARS = 4000
 
 @contextlib.contextmanager
 def served(*options: str) -> Iterator[dict[str, str]]:
-    """A running `kvferry serve` with these options, on a free port.
+    """Run a `kvferry serve` with these options, on a free port.
 
     Yields: its addresses: `url` of the API; host:port of `address`, `prefill_metrics` and `decode_metrics`.
     Raises: KvferryError with its log: it does not serve within `START_TIMEOUT_S`.

@@ -17,7 +17,7 @@ Figures = dict[str, Any]
 
 
 def summarise(samples: Sequence[Sample], config: BenchConfig, *, client_cpu_s: float) -> Figures:
-    """All figures of a run.
+    """Compute all figures of a run.
 
     Args: client_cpu_s: processor time of this client, which shows whether it was the bottleneck.
     """
@@ -67,8 +67,8 @@ def summarise(samples: Sequence[Sample], config: BenchConfig, *, client_cpu_s: f
 
 
 def latencies(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Milliseconds to the first token, per further token (mean of a request), between two events, and in
-    total."""
+    """Return the milliseconds to the first token, per further token (mean of a request), between two events,
+    and in total."""
     return {
         "first_token_ms": _spread(_ms(sample.first_token_s for sample in samples)),
         "per_token_ms": _spread(_ms(sample.per_token_s for sample in samples)),
@@ -78,7 +78,7 @@ def latencies(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def is_good(sample: Sample, config: BenchConfig) -> bool:
-    """Whether a request is complete and within every bound."""
+    """Return whether a request is complete and within every bound."""
     found = (
         (sample.first_token_s, config.first_token_bound_s),
         (sample.per_token_s, config.per_token_bound_s),
@@ -90,7 +90,8 @@ def is_good(sample: Sample, config: BenchConfig) -> bool:
 
 
 def median_of(runs: Sequence[Figures]) -> Figures:
-    """The median of each figure over runs; of text and counts by name, what the first run has."""
+    """Compute the median of each figure over runs; failures are added up, other text and counts by name are
+    the first run's."""
     median: Figures = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs if name in run]
@@ -106,7 +107,7 @@ def median_of(runs: Sequence[Figures]) -> Figures:
 
 
 def _first_errors(samples: Iterable[Sample]) -> dict[str, str]:
-    """What the first failure of each category said."""
+    """Return the message of the first failure of each category."""
     said: dict[str, str] = {}
     for sample in samples:
         if sample.error is not None:
@@ -119,7 +120,7 @@ def _ms(values_s: Iterable[float | None]) -> list[float]:
 
 
 def _spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean, percentiles and maximum; empty without values."""
+    """Return mean, percentiles and maximum; empty without values."""
     found = list(values)
     if not found:
         return {}

@@ -43,7 +43,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the layer is already initialised."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -56,7 +56,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Append new tokens and attend to what is retained.
+        """Append new tokens and attend to all retained rows.
 
         Several at once are more of the prompt, a question for example: each attends to every retained row.
 
@@ -124,21 +124,21 @@ class CompressedCache(Cache):
 
     @property
     def method(self) -> str:
-        """The method in effect: "full" where nothing was left out."""
+        """The method in effect: "full" if nothing was left out."""
         return self.resolved.method
 
     @property
     def size_bytes(self) -> int:
-        """Of the compressed prompt."""
-        return sum(its.nbytes for tensors in self.compressed for its in tensors.values())
+        """The bytes of the compressed prompt."""
+        return sum(tensor.nbytes for tensors in self.compressed for tensor in tensors.values())
 
     @property
     def full_bytes(self) -> int:
-        """Of the prompt's full KV."""
+        """The bytes of the prompt's full KV."""
         return self.spec.full_bytes(self.resolved.num_prompt_tokens)
 
     def fork(self) -> CompressedCache:
-        """An independent cache from here: tokens of one do not go into the other."""
+        """Return an independent cache from here: tokens of one do not go into the other."""
         return CompressedCache(
             self.spec,
             self.resolved,
@@ -159,9 +159,9 @@ class CompressedCache(Cache):
             "resolved": asdict(self.resolved),
         }
         tensors = {
-            f"layers.{index}.{name}": its.contiguous().clone()
+            f"layers.{index}.{name}": tensor.contiguous().clone()
             for index, layer in enumerate(self.compressed)
-            for name, its in layer.items()
+            for name, tensor in layer.items()
         }
         save_file({"input_ids": self.input_ids, **tensors}, path, metadata={"kvferry": json.dumps(described)})
 

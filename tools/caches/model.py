@@ -1,4 +1,4 @@
-"""A transformers model of the caller as a `LanguageModel`, which it stays able to be without.
+"""Makes the caller's transformers model usable as a `LanguageModel`; it still works on its own, too.
 
 The model's attention implementation becomes `kvferry_cache`: compressed caches attend by their formats' plain
 code, and every other call goes to transformers' `sdpa`.
@@ -28,7 +28,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def bridge_of(model: Any) -> TransformersModel:
-    """The model's forward passes with our attention; made once for each model.
+    """Return the model's forward passes with our attention; made once for each model.
 
     Args: model: a causal language model of transformers, in eval mode.
 
@@ -93,7 +93,9 @@ def _check_family(config: Any) -> None:
             "kvferry serve only"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in [rope] if "rope_type" in rope else [its for its in rope.values() if isinstance(its, dict)]:
+    for part in (
+        [rope] if "rope_type" in rope else [nested for nested in rope.values() if isinstance(nested, dict)]
+    ):
         if part.get("rope_type") in _LENGTH_DEPENDENT:
             raise UnsupportedModel(
                 f"rope_type is {part['rope_type']!r}; positions that depend on the length are supported by "
@@ -110,7 +112,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention in transformers' convention, see `bridge.attention_forward`."""
+    """Compute one layer's attention in transformers' convention, see `bridge.attention_forward`."""
     if kwargs.get("kvferry") is not None:
         return attention_forward(module, query, key, value, None, scaling, **kwargs)
     layer = getattr(key, CACHE_LAYER, None)
@@ -126,7 +128,7 @@ def _attention(
 
 
 def token_ids_of(input_ids: Any) -> list[int]:
-    """The tokens of one prompt: int64 `[T]` or `[1, T]`, or a list.
+    """Return the tokens of one prompt: int64 `[T]` or `[1, T]`, or a list.
 
     Raises: InvalidRequest.
     """

@@ -59,7 +59,7 @@ class ChatTurn:
         self._kv: dict[str, Any] = {}
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The answer's text as it arrives.
+        """Yield the answer's text as it arrives.
 
         Raises: KvferryError if the router reports an error or the stream ends early.
         """
@@ -98,7 +98,7 @@ class ChatClient:
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(cls, config: ChatConfig) -> AsyncIterator[Self]:
-        """A client with its connections; nothing is sent yet."""
+        """Make a client with its connections; nothing is sent yet."""
         host = urlsplit(config.url).hostname or ""
         is_local = host in ("localhost", "::1") or host.startswith("127.")
         async with AsyncOpenAI(
@@ -117,14 +117,14 @@ class ChatClient:
         return self._config.url
 
     async def model(self) -> str:
-        """The model that turns ask for: as configured, or the first that the router serves."""
+        """Return the model that turns ask for: as configured, or the first that the router serves."""
         if not self._model:
             with self._translated_errors():
                 self._model = (await self._openai.models.list(extra_headers=self._headers)).data[0].id
         return self._model
 
     async def methods(self) -> list[str]:
-        """The compression methods that a turn may ask for."""
+        """List the compression methods that a turn may ask for."""
         with self._translated_errors():
             reply: Any = await self._openai.get(
                 "/methods", cast_to=object, options={"headers": self._headers}
@@ -163,7 +163,7 @@ class ChatClient:
 
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """The client's exceptions as ours, in the router's words where it sent any."""
+        """Translate the client's exceptions to ours, in the router's words if it sent any."""
         try:
             yield
         except APIConnectionError as error:

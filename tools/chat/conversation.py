@@ -86,7 +86,7 @@ class Conversation:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
     async def _turn(self, message: str) -> bool:
-        """Whether the turn went well; an interrupt ends the answer, not the conversation."""
+        """Run a turn; return whether it went well. An interrupt ends the answer, not the conversation."""
         answer = asyncio.create_task(self._answer(message))
         try:
             with _on_interrupt(answer.cancel):
@@ -176,7 +176,7 @@ def new_session_id() -> str:
 
 
 def stats_table(stats: TurnStats) -> Table:
-    """One turn's figures, on a line."""
+    """Make a table of one turn's figures, on a line."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", style="dim")
     figures = {
         "method": stats.method,
@@ -194,7 +194,7 @@ def stats_table(stats: TurnStats) -> Table:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """With a binary unit: 512 B, 1.5 KiB, 2.0 MiB, ..."""
+    """Format a size with a binary unit: 512 B, 1.5 KiB, 2.0 MiB, ..."""
     size, unit = float(size_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""Where the chat's messages come from: a prompt on a terminal, or lines of piped input."""
+"""Sources of the chat's messages: a prompt on a terminal, or lines of piped input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Input(Protocol):
     """A source of messages."""
 
     async def read(self) -> str:
-        """The next message.
+        """Return the next message.
 
         Raises: EOFError at the end of the input.
         """
@@ -55,7 +55,7 @@ class TerminalInput:
         )
 
     async def read(self) -> str:
-        """As `Input.read`; Ctrl-C empties the prompt, and ends the input where it is empty already."""
+        """Read as `Input.read`; Ctrl-C empties the prompt, and ends the input if it is empty already."""
         while True:
             try:
                 return await self._session.prompt_async()
@@ -65,7 +65,7 @@ class TerminalInput:
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends a message of several lines; Alt-Enter begins a line."""
+    """Bind Enter to sending a message, also one of several lines, and Alt-Enter to beginning a line."""
     bindings = KeyBindings()
 
     @bindings.add("enter")

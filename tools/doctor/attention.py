@@ -1,8 +1,9 @@
 """Attention of a model's shape over caches large enough to time, and the bytes that each needs.
 
 Each case is a step of one layer: its rows, page extremes, packed or quantised bytes lie one after another in
-an arena of its own, as decode lays them out. The bytes are what a kernel must read, as the roofline of
-`benchmarks/gpu` has them beside what its kernels are counted to ask for. Times nothing.
+an arena of its own, as decode lays them out. The bytes are those that a kernel must read, as in the roofline
+of `benchmarks/gpu`, which compares them with the bytes that its kernels are counted to request. Times
+nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Arena:
         return self.take(tensor.dtype, *tensor.shape).copy_(tensor)
 
     def keys_values(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Random rows."""
+        """Draw random rows."""
         keys, values = self.take(
             self._shape.dtype, 2, self._shape.num_kv_heads, capacity, self._shape.head_dim
         ).normal_()
@@ -77,15 +78,15 @@ class _Arena:
 
 
 def _row_bytes(shape: BatchShape) -> int:
-    """K and V of a token."""
+    """Return the bytes of K and V of a token."""
     return 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
 def _placed(
     batch: SlotBatch[Any, Any], rows: list[Any], shape: BatchShape, what: str, num_bytes: int
 ) -> AttentionCase:
-    for slot, its in enumerate(rows):
-        batch.place(slot, {0: its})
+    for slot, slot_rows in enumerate(rows):
+        batch.place(slot, {0: slot_rows})
     scratch = batch.scratch(len(rows)) if batch.is_launched else None
     size = (len(rows), shape.num_kv_heads, shape.group_size, shape.head_dim)
     queries = torch.randn(size, device=shape.device).to(shape.dtype)
@@ -100,7 +101,7 @@ def _placed(
 
 
 def dense_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """One sequence, all rows."""
+    """Make the case of one sequence and all rows."""
     shape = replace(shape, num_slots=1)
     length = max(arena_bytes // _row_bytes(shape), _NEW_ROWS) - 1
     arena = _Arena((length + 1) * _row_bytes(shape) + 256, shape)
@@ -111,7 +112,7 @@ def dense_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
 
 
 def window_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """One sequence, the last half of its rows."""
+    """Make the case of one sequence and the last half of its rows."""
     shape = replace(shape, num_slots=1)
     length = max(arena_bytes // _row_bytes(shape), _NEW_ROWS) - 1
     window = (length + 1) // 2
@@ -123,7 +124,7 @@ def window_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
 
 
 def hsa_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """Pages of four rows, half of the channels, an eighth of the rows."""
+    """Make the case of pages of four rows, half of the channels, and an eighth of the rows."""
     shape = replace(shape, num_slots=NUM_SLOTS)
     # extremes of pages take half as much as rows
     most = min(arena_bytes * 2 // 3 // _row_bytes(shape) // NUM_SLOTS, hsa.MAX_PAGES * _PAGE_SIZE)
@@ -156,7 +157,7 @@ def hsa_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
 
 
 def trizone_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """One packed prompt, copied to each sequence, and new rows."""
+    """Make the case of one packed prompt, copied to each sequence, and new rows."""
     generator = torch.Generator().manual_seed(5)
     tokens = max(min(arena_bytes // _row_bytes(shape) // 8, _PACKED_TOKENS), _NEW_ROWS)
     prompt = torch.randn(2, shape.num_kv_heads, tokens, shape.head_dim, generator=generator)
@@ -183,7 +184,7 @@ def trizone_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
 
 
 def kivi_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """Quantised prompts, and new rows."""
+    """Make the case of quantised prompts and new rows."""
     shape = replace(shape, num_slots=NUM_SLOTS)
     bits = _KIVI_BITS if shape.head_dim * _KIVI_BITS % WORD_BITS == 0 else 8
     code_bytes = _row_bytes(shape) * bits // (8 * shape.dtype.itemsize)
@@ -196,21 +197,21 @@ def kivi_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
     quantised = kivi_quantise(prompt_keys, prompt_values, bits)
     del prompt_keys, prompt_values
     of_prompt = {name: getattr(quantised, name) for name in names}
-    size = sum(its.numel() * its.element_size() for its in of_prompt.values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in of_prompt.values())
     new_bytes = (_NEW_ROWS + 1) * _row_bytes(shape)
     arena = _Arena(NUM_SLOTS * (size + new_bytes + 256), shape)
     for _ in range(NUM_SLOTS):
-        parts: dict[str, Any] = {name: arena.copy_of(its) for name, its in of_prompt.items()}
+        parts: dict[str, Any] = {name: arena.copy_of(tensor) for name, tensor in of_prompt.items()}
         keys, values = arena.keys_values(_NEW_ROWS + 1)
-        its = replace(quantised, **parts)
-        rows.append(QuantisedRows(keys=keys, values=values, length=_NEW_ROWS, quantised=its))
+        copied = replace(quantised, **parts)
+        rows.append(QuantisedRows(keys=keys, values=values, length=_NEW_ROWS, quantised=copied))
         num_bytes += size + new_bytes
     what = f"{NUM_SLOTS} sequences of {length:,} tokens at {bits} bits"
     return _placed(KiviBatch(shape, arena.rows, arena.codes), rows, shape, what, num_bytes)
 
 
 def scores_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
-    """A prompt's window scores: K is read twice."""
+    """Make the case of a prompt's window scores: K is read twice."""
     length = max(arena_bytes // _row_bytes(shape), 2 * _WINDOW)
     size = (shape.num_kv_heads, shape.group_size, _WINDOW, shape.head_dim)
     queries = torch.randn(size, device=shape.device).to(shape.dtype)
@@ -227,9 +228,9 @@ def scores_case(shape: BatchShape, arena_bytes: int) -> AttentionCase:
 def attention_cases(
     shape: BatchShape,
 ) -> dict[str, tuple[str, Callable[[BatchShape, int], AttentionCase]]]:
-    """What a model of this shape can use, by name: the op of `dispatch.py`, and what makes a case.
+    """Return what a model of this shape can use, by name: the op of `dispatch.py`, and what makes a case.
 
-    The second argument is about the bytes of the case's arena.
+    The second argument of what makes a case is the approximate size of the arena in bytes.
     """
     cases: dict[str, tuple[str, Callable[[BatchShape, int], AttentionCase]]] = {
         "dense_decode": ("dense_decode", dense_case)

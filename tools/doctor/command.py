@@ -20,8 +20,8 @@ Check = tuple[str, Callable[[], Iterable[Finding]]]
 
 
 def run(config: DoctorConfig) -> int:
-    """Returns the exit code: 1 if something is wrong."""
-    # the table says what the self-test logs
+    """Run the checks. Returns the exit code: 1 if something is wrong."""
+    # the table has what the self-test logs
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -56,7 +56,7 @@ def _checks(config: DoctorConfig) -> Iterable[Check]:
 
 
 def _device(device: str) -> torch.device:
-    """The device that the checks run on: the CPU if the one that is asked for cannot be used."""
+    """Return the device that the checks run on: the CPU if the requested one cannot be used."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ConfigurationError(f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")

@@ -29,7 +29,7 @@ _GRAPH_BYTES = 4 << 20
 
 
 def kernel_findings(shape: BatchShape) -> Iterator[Finding]:
-    """The self-test of both roles' kernels; where torch runs everything, torch against plain formulas."""
+    """Test both roles' kernels; if torch runs everything, test torch against plain formulas."""
     tested = [finding for role in get_args(Role) for finding in self_test(role, shape)]
     for finding in tested:
         data: dict[str, object] = {"op": finding.op, "reason": finding.reason, "seconds": finding.seconds}
@@ -86,7 +86,7 @@ class _Clock:
         self._device = device
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The fastest of some repeats."""
+        """Return the time of the fastest of some repeats."""
         work()
         times = []
         for _ in range(_REPEATS):
@@ -103,7 +103,7 @@ class _Clock:
 
 
 def bandwidth_findings(shape: BatchShape) -> Iterator[Finding]:
-    """Bytes that each of a shape's attention kernels reads in a second, or C code, against a copy's."""
+    """Compare the bytes a second that a shape's attention kernels, or C code, read with a copy's."""
     device, clock = shape.device, _Clock(shape.device)
     size = (1 << 30) if device.type == "cuda" else (64 << 20)
     copy = _copy_bytes_s(clock, size, device)
@@ -114,7 +114,7 @@ def bandwidth_findings(shape: BatchShape) -> Iterator[Finding]:
     for name, (op, make) in attention_cases(shape).items():
         path = dispatch.planned_path(op, device, problem)
         check = f"bandwidth {name}"
-        # one operator of torch's is attention to all rows
+        # torch has one operator for attention to all rows
         if path in ("triton", "native") or (path, name) == ("torch", "dense_decode"):
             yield from guarded(check, partial(_bandwidth, check, path, partial(make, shape, size // 4), copy))
         else:
@@ -129,7 +129,7 @@ def _copy_bytes_s(clock: _Clock, size: int, device: torch.device) -> float:
 
 
 def _bandwidth(check: str, path: str, make: Callable[[], AttentionCase], copy: float) -> Iterator[Finding]:
-    """One case's. Args: copy: bytes a second."""
+    """Measure one case's bandwidth. Args: copy: bytes a second."""
     with torch.inference_mode():
         case = make()
         if path == "native" and not case.is_launched:
@@ -148,7 +148,7 @@ def _bandwidth(check: str, path: str, make: Callable[[], AttentionCase], copy: f
 
 
 def _seconds(case: AttentionCase) -> float:
-    """Of one step; on a GPU of a captured one, so that the host's part is not in it."""
+    """Time one step; on a GPU a captured one, so that the host's part is not in it."""
     device = case.run().device
     clock = _Clock(device)
     if device.type != "cuda":
@@ -163,7 +163,7 @@ def _seconds(case: AttentionCase) -> float:
 
 
 def graph_findings(shape: BatchShape) -> Iterator[Finding]:
-    """One attention step captured in a CUDA graph and replayed."""
+    """Capture one attention step in a CUDA graph and replay it."""
     if shape.device.type != "cuda":
         yield Finding(check="graph", verdict="skip", found="no GPU")
         return

@@ -36,7 +36,7 @@ _HEADS, _HEAD_DIM = 8, 128
 
 
 def host_findings(device: torch.device) -> Iterator[Finding]:
-    """Copies from page-locked memory to the device and back."""
+    """Time copies from page-locked memory to the device and back."""
     if device.type != "cuda":
         yield Finding(check="host to device", verdict="skip", found="no GPU")
         return
@@ -78,7 +78,7 @@ class _Sink:
 
 
 def wire_findings() -> Iterator[Finding]:
-    """Transfers of the block protocol over ZeroMQ on the loopback, both ends in this process."""
+    """Time transfers of the block protocol over ZeroMQ on the loopback, both ends in this process."""
     server = BlockServer(ZmqListeningChannel("tcp://127.0.0.1:0"), cast(Any, _Sink()))
     sender = BlockSender(ZmqConnectingChannel(), buffer_bytes=2 * WIRE_BYTES, timeout_s=_TIMEOUT_S)
     try:
@@ -130,7 +130,7 @@ def _transfer(server: BlockServer, sender: BlockSender, transfer_id: int) -> flo
 
 
 def redis_findings(url: str) -> Iterator[Finding]:
-    """Redis' answer time, and a value written, read and deleted."""
+    """Measure Redis' answer time; write, read and delete a value."""
     if not url:
         yield Finding(check="redis", verdict="skip", found="no --history-redis")
         return

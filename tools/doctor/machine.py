@@ -25,7 +25,7 @@ _LOW_CLOCK = 0.6
 
 
 def device_findings(device: str) -> Iterator[Finding]:
-    """The device that a worker with this option would take, and its driver."""
+    """Check the device that a worker with this option would take, and its driver."""
     try:
         check_device(device)
     except ConfigurationError as error:
@@ -69,7 +69,7 @@ def device_findings(device: str) -> Iterator[Finding]:
 
 
 def compiler_findings(device: torch.device) -> Iterator[Finding]:
-    """What Triton needs to build a kernel's launcher, and where it stores it."""
+    """Check what Triton needs to build a kernel's launcher, and where it stores it."""
     if device.type != "cuda" and not (dispatch.triton_installed() and dispatch.interpreting()):
         yield Finding(check="compiler", verdict="skip", found="nothing is compiled on a CPU")
         return
@@ -90,14 +90,14 @@ def compiler_findings(device: torch.device) -> Iterator[Finding]:
 
 
 def cache_finding(folder: Path) -> Finding:
-    """Whether compiled kernels can be stored in a folder and loaded from it."""
+    """Check that compiled kernels can be stored in a folder and loaded from it."""
     if (problem := cache_problem(folder)) is not None:
         return Finding(check="kernel cache", verdict="fail", found=problem, advice=ADVICE)
     return Finding(check="kernel cache", verdict="ok", found=str(folder))
 
 
 def thread_findings() -> Iterator[Finding]:
-    """torch's threads against the processors that this process may use."""
+    """Compare torch's threads with the processors that this process may use."""
     threads, processors = torch.get_num_threads(), len(os.sched_getaffinity(0))
     found = f"{threads} threads of torch on {processors} processors"
     data: dict[str, object] = {"threads": threads, "processors": processors}
@@ -109,7 +109,7 @@ def thread_findings() -> Iterator[Finding]:
 
 
 def memory_findings(model: DescribedModel, device: torch.device) -> Iterator[Finding]:
-    """The model's weights for both roles, and the KV that fits beside them."""
+    """Check that the model's weights for both roles fit, and how much KV fits beside them."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
@@ -137,7 +137,7 @@ def memory_findings(model: DescribedModel, device: torch.device) -> Iterator[Fin
 
 
 def clock_findings(device: torch.device) -> Iterator[Finding]:
-    """The GPU's clocks after the kernels have run."""
+    """Check the GPU's clocks after the kernels have run."""
     if device.type != "cuda":
         yield Finding(check="clocks", verdict="skip", found="no GPU")
         return

@@ -1,4 +1,4 @@
-"""What the doctor found: one finding a check, shown as a table or as JSON."""
+"""The doctor's findings: one for each check, shown as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
 
 
 def guarded(check: str, run: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of a check; an exception is one that failed."""
+    """Return the findings of a check; an exception becomes a failed finding."""
     try:
         return list(run())
     except Exception as error:  # a check that cannot run is a finding too
@@ -41,12 +41,12 @@ def guarded(check: str, run: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def is_well(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is wrong; warnings are not."""
+    """Return whether nothing is wrong; warnings do not count as wrong."""
     return all(finding.verdict != "fail" for finding in findings)
 
 
 def as_table(findings: Sequence[Finding]) -> str:
-    """One row a finding; advice stands below it."""
+    """Write one row for each finding, with advice below it."""
     name_width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -55,14 +55,16 @@ def as_table(findings: Sequence[Finding]) -> str:
         lines += textwrap.wrap(head + finding.found, WIDTH, subsequent_indent=indent)
         if finding.advice:
             lines += textwrap.wrap(f"{indent}-> {finding.advice}", WIDTH, subsequent_indent=f"{indent}   ")
-    counts = {verdict: sum(its.verdict == verdict for its in findings) for verdict in ("ok", "warn", "fail")}
+    counts = {
+        verdict: sum(each.verdict == verdict for each in findings) for verdict in ("ok", "warn", "fail")
+    }
     lines.append("")
     lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} wrong")
     return "\n".join(lines) + "\n"
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """For a bug report: versions and every finding. It has neither host names nor keys."""
+    """Write versions and every finding, for a bug report. It has neither host names nor keys."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:

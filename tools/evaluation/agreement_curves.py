@@ -1,8 +1,8 @@
 """Quality curves from the records of an evaluation, so that a router's `quality` is of the same questions.
 
-Quality is agreement: the share of last answers that are the full KV's, token for token, with the first token
-as the evaluation has it. The curves are of the setting "aware", in which a server compresses, and of methods
-with their own parameters, for which the router takes curves. `fitting.py` fits, `command.py` writes.
+Quality is agreement: the share of last answers that equal the full KV's, token for token, with the first
+token as the evaluation has it. The curves are of the setting "aware", in which a server compresses, and of
+methods with their own parameters, for which the router takes curves. `fitting.py` fits, `command.py` writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GROUPS = 4
 def agreement_curves(
     experiment: Experiment, fingerprint: str, records: Mapping[Key, Record]
 ) -> dict[str, QualityCurve]:
-    """A curve for each method that met at least two budgets below the whole prompt on every question."""
+    """Fit a curve for each method that met at least two budgets below the whole prompt on every question."""
     contenders: dict[str, list[Contender]] = {}
     for contender in experiment.contenders:
         if contender.target is not None and contender.method == contender.plan.method:
@@ -30,7 +30,11 @@ def agreement_curves(
     curves = {}
     for method, of_method in contenders.items():
         found = [_comparisons(experiment, fingerprint, records, contender) for contender in of_method]
-        budgets = [its for its in found if its and fmean(each.retention for each in its) < 1]
+        budgets = [
+            comparisons
+            for comparisons in found
+            if comparisons and fmean(each.retention for each in comparisons) < 1
+        ]
         if len(budgets) > 1:
             groups = min(_GROUPS, *map(len, budgets))
             curves[method] = fit_curve(budgets, measure="agreement", groups=groups)
@@ -40,7 +44,7 @@ def agreement_curves(
 def _comparisons(
     experiment: Experiment, fingerprint: str, records: Mapping[Key, Record], contender: Contender
 ) -> Sequence[Comparison]:
-    """One for each question; none where a budget was not met on all, or a record does not say enough."""
+    """Return one for each question; none if a budget was not met on all, or a record lacks a value."""
     if "aware" not in experiment.settings:
         return ()
     compared = []

@@ -49,30 +49,30 @@ class Reference:
         return (", ".join(self.texts),) if self.score in ("contains_all", "facts") else self.texts
 
     def __call__(self, answer: str) -> float:
-        """The answer's score, 0 to 1."""
+        """Score the answer, 0 to 1."""
         if self.first_line:
             answer = answer.lstrip("\n").partition("\n")[0]
         return SCORES[self.score](answer, self)
 
 
 def _contains_all(answer: str, reference: Reference) -> float:
-    """RULER's string_match_all: the share of texts that the answer contains."""
+    """Return RULER's string_match_all: the share of texts that the answer contains."""
     return sum(text.lower() in answer.lower() for text in reference.texts) / len(reference.texts)
 
 
 def _contains_any(answer: str, reference: Reference) -> float:
-    """RULER's string_match_part."""
+    """Return RULER's string_match_part: whether the answer contains any of the texts."""
     return float(any(text.lower() in answer.lower() for text in reference.texts))
 
 
 def _fact(answer: str, reference: Reference) -> float:
-    """Whether the answer has all words of a right one after one another; articles do not count."""
+    """Return whether the answer has all words of a right one consecutively; articles do not count."""
     words = _content_words(answer)
     return float(any(_occurs(_content_words(text), words) for text in reference.texts))
 
 
 def _facts(answer: str, reference: Reference) -> float:
-    """The share of facts that the answer has."""
+    """Return the share of facts that the answer has."""
     words = _content_words(answer)
     return sum(_occurs(_content_words(text), words) for text in reference.texts) / len(reference.texts)
 
@@ -83,7 +83,7 @@ def _occurs(part: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def _classification(answer: str, reference: Reference) -> float:
-    """1 / the number of labels that the answer contains, if the right one is among them.
+    """Return 1 / the number of labels that the answer contains, if the right one is among them, else 0.
 
     Labels that are a part of the right one do not count.
     """
@@ -97,7 +97,7 @@ def _classification(answer: str, reference: Reference) -> float:
 
 
 def _retrieval(answer: str, reference: Reference) -> float:
-    """The share of the answer's numbers that are the right one's."""
+    """Return the share of the answer's numbers that are the right one's."""
 
     def score(right: str) -> float:
         wanted, found = _NUMBER.findall(right), _NUMBER.findall(answer)
@@ -107,7 +107,7 @@ def _retrieval(answer: str, reference: Reference) -> float:
 
 
 def _f1(answer: str, reference: Reference) -> float:
-    """Harmonic mean of precision and recall of words, without case, punctuation and articles."""
+    """Return the harmonic mean of precision and recall of words, without case, punctuation and articles."""
 
     def score(words: Sequence[str], right: Sequence[str]) -> float:
         return _harmonic((Counter(words) & Counter(right)).total(), len(words), len(right))
@@ -123,7 +123,7 @@ def _rouge_l(answer: str, reference: Reference) -> float:
 
 
 def _edit_similarity(answer: str, reference: Reference) -> float:
-    """F1 of the longest common subsequence of characters, of the first line that is code."""
+    """Return the F1 of the longest common subsequence of characters, of the first line that is code."""
     lines = [line for line in answer.lstrip("\n").split("\n") if not line.strip().startswith(_COMMENTS)]
     code = lines[0] if lines else ""
     return max(_harmonic(_common_subsequence(code, text), len(code), len(text)) for text in reference.texts)
@@ -143,18 +143,18 @@ SCORES: dict[str, Callable[[str, Reference], float]] = {
 
 
 def _content_words(text: str) -> list[str]:
-    """Words in lower case without punctuation and articles."""
+    """Split a text into words in lower case, without punctuation and articles."""
     plain = "".join(c for c in text.lower() if unicodedata.category(c)[0] not in _PUNCTUATION)
     return [word for word in _WORD.findall(plain) if word not in _ARTICLES]
 
 
 def _harmonic(num_common: int, num_words: int, num_right: int) -> float:
-    """F1 of num_common matches."""
+    """Return the F1 of num_common matches."""
     return 2 * num_common / (num_words + num_right) if num_common else 0.0
 
 
 def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     before = [0] * (len(b) + 1)
     for item in a:
         row = [0]

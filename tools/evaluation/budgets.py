@@ -1,7 +1,7 @@
 """Budgets that mean the same bytes for every method, and the sizes that they are measured by.
 
-A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that what it comes to is the
-largest that does not exceed the target. Where a prompt's bytes are known only once it is packed, these are
+A method's own budget (rows, or RocketKV's traffic per step) is solved for, so that the resulting bytes are
+the most that do not exceed the target. Where a prompt's bytes are known only once it is packed, these are
 bounds, and `compressor.py` goes on from them to the bytes held. Counts what a decode worker holds and reads;
 allocates nothing.
 """
@@ -25,7 +25,8 @@ from kvferry.shared.model.spec import ModelSpec
 Match = Literal["kept", "read", "given"]
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_FORMS = "a share of the full KV (10% or 0.1), tokens (256t) or bytes (65536B, 64KiB, 1MiB)"
+_FORMS = "a share of the full KV (10% or 0.1), tokens (256t), bytes (65536B, 64KiB, 1MiB) or own"
+_OWN = "own"
 _REFINE = 16
 """How far around the bisection's answer, and past every budget found, others are tried: sizes are not quite
 monotone, since page sizes jump and rows go from one zone to another."""
@@ -37,30 +38,34 @@ class Target:
 
     Attributes:
         label: as written in tables.
-        kind: what the value counts: a share in (0, 1], tokens, or bytes.
+        kind: what the value counts: a share in (0, 1], tokens, or bytes; "own" is the method's own budget.
     """
 
     label: str
-    kind: Literal["retention", "tokens", "bytes"]
+    kind: Literal["retention", "tokens", "bytes", "own"]
     value: Fraction
 
     def size_bytes(self, spec: ModelSpec, num_tokens: int) -> int:
-        """The target for a prompt of num_tokens tokens, rounded down."""
+        """Return the target for a prompt of num_tokens tokens, rounded down."""
         if self.kind == "bytes":
             return int(self.value)
         if self.kind == "tokens":
             return spec.full_bytes(int(self.value))
         return int(self.value * spec.full_bytes(num_tokens))
 
-    def as_budget(self) -> Budget:
-        """The method's own budget, for comparisons that match nothing."""
+    def given_to(self, plan: CompressionPlan) -> CompressionPlan:
+        """Return the plan with this as its budget, for comparisons that match nothing."""
+        if self.kind == "own":
+            return plan
         if self.kind == "retention":
-            return Budget(retention=float(self.value))
-        return Budget(tokens=int(self.value))
+            return replace(plan, budget=Budget(retention=float(self.value)))
+        return replace(plan, budget=Budget(tokens=int(self.value)))
 
 
 def parse_target(text: str) -> Target:
-    """Read one budget. Raises ConfigurationError where it is none of the forms."""
+    """Read one budget. Raises ConfigurationError if it has none of the forms."""
+    if text == _OWN:
+        return Target(label=_OWN, kind="own", value=Fraction(0))
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|t|B|KiB|MiB|GiB|)", text)
     if match is None:
         raise ConfigurationError(f"--budgets has {text!r}; it takes {_FORMS}")
@@ -79,16 +84,16 @@ def parse_target(text: str) -> Target:
 
 
 def kept_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
-    """What is kept of a prompt, kept positions included.
+    """Count the bytes kept of a prompt, kept positions included.
 
-    Args: prompt_bytes: what each layer came to where that depends on its content, None for others; empty
-        counts the most that they may come to.
+    Args: prompt_bytes: the bytes of each layer whose size depends on its content, None for others; empty
+        counts the most that they may have.
     """
     return sum(fmt.kept_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
 def read_bytes(spec: ModelSpec, resolved: ResolvedPlan, prompt_bytes: Sequence[int | None] = ()) -> int:
-    """What a decode step reads of a compressed prompt: all of it, or estimates and the rows they choose."""
+    """Count the bytes that a decode step reads: all of the prompt, or estimates and the rows they choose."""
     return sum(fmt.read_bytes(came_to) for fmt, came_to in _layers(spec, resolved, prompt_bytes))
 
 
@@ -154,12 +159,12 @@ def plan_for_target(
     num_tokens: int,
     max_new_tokens: int,
 ) -> CompressionPlan | None:
-    """The plan with the largest budget that stays within the target; None where even one token exceeds it.
+    """Find the plan with the largest budget within the target; None if even one token exceeds it.
 
     Args: num_tokens, max_new_tokens: of the prompt that is compressed, as for `resolve_plan`.
     """
     if match == "given":
-        return replace(plan, budget=target.as_budget())
+        return target.given_to(plan)
     size_bytes = target.size_bytes(spec, num_tokens)
     tokens = _matched_tokens(_PlanKey(plan), spec, match, num_tokens, max_new_tokens, size_bytes)
     return None if tokens is None else replace(plan, budget=Budget(tokens=tokens))

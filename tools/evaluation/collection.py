@@ -130,7 +130,7 @@ def _examples(
 
 
 def _needles(window: _Window, rng: random.Random) -> Iterator[DatasetExample]:
-    """Five numbers of one wording in a window, each of them asked for."""
+    """Yield examples with five numbers of one wording hidden in a window, each of them asked for once."""
     names = rng.sample([(colour, thing) for colour in _COLOURS for thing in _THINGS], _NEEDLES)
     numbers = [str(rng.randrange(10**6, 10**7)) for _ in names]
     lines = list(window.lines)
@@ -172,7 +172,7 @@ def _answers(window: _Window, question: _Question) -> bool:
 
 
 def _cut(kind: str, lines: Sequence[str], length: int, count_tokens: Callable[[str], int]) -> list[_Window]:
-    """Windows of at most `length` tokens; the last one reaches back, so that it is as long as the others."""
+    """Cut windows of at most `length` tokens; the last one reaches back, to be as long as the others."""
     counts = [count_tokens(line) for line in lines]
     if sum(counts) < length:
         return []
@@ -189,7 +189,7 @@ def _cut(kind: str, lines: Sequence[str], length: int, count_tokens: Callable[[s
 
 
 def _read(folder: Path) -> tuple[dict[str, list[str]], list[_Question]]:
-    """Lines of the documents of each kind, and all written questions."""
+    """Read the lines of the documents of each kind, and all written questions."""
     kinds: dict[str, list[str]] = {}
     titles: dict[str, str] = {}
     for _, fields in _lines(folder / "documents.jsonl"):

@@ -3,7 +3,7 @@
 OUT/records.jsonl   every example of every contender; a later run resumes from it
 OUT/results.json    command, commit, hardware, and the cells
 OUT/results.md      the cells as tables, and a recommended method and budget
-OUT/*.quality.json  quality curves, as `kvferry calibrate quality` writes them; a router reads them from OUT
+OUT/*.quality.json  quality curves, as `kvferry calibrate` writes them; copied to its folder, they are used
 OUT/*.png           with --plots
 """
 
@@ -72,7 +72,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong, or --plots finds no matplotlib.
         KvferryError: a process died, or the model failed.
     """
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     model = _model_folder(config)
     experiment = read_experiment(config.model_copy(update={"model": model}))
     if config.plots:
@@ -96,7 +96,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
             curves=curves,
             origin={**_provenance(config, experiment, spec), "commits": commits},
         )
-        (out / found_curves.file_name).unlink(missing_ok=True)  # it may have methods that this run has not
+        (out / found_curves.file_name).unlink(missing_ok=True)  # it may have methods that this run lacks
         console.print(str(save_curves(out, found_curves)), markup=False, soft_wrap=True)
     for line in describe(found, max_loss=config.max_loss / 100, score=_score(cells)):
         console.print(line, markup=False, soft_wrap=True)
@@ -104,7 +104,7 @@ def run(config: EvalConfig, *, console: Console | None = None) -> int:
 
 
 def _model_folder(config: EvalConfig) -> str:
-    """The model as `load_model` takes it; a training checkpoint is exported into the output folder first."""
+    """Return the model as `load_model` takes it; a checkpoint is exported into the output folder first."""
     checkpoint = Path(config.model)
     if not checkpoint.is_file() or checkpoint.suffix == GGUF_SUFFIX:
         return config.model
@@ -115,7 +115,7 @@ def _model_folder(config: EvalConfig) -> str:
 
 
 def _missing(experiment: Experiment, fingerprint: str, records: Mapping[Key, Record]) -> list[Job]:
-    """The examples that some contenders have not been measured on, each with these contenders."""
+    """Return the examples that some contenders have not been measured on, each with these contenders."""
     settings = {task: experiment.settings_of(task) for task in experiment.tasks}
     jobs = []
     for unit in experiment.units():
@@ -147,6 +147,7 @@ def _measure(
         dtype=config.dtype,
         threads=config.threads,
         epsilon_tables=config.epsilon_tables,
+        calibration=config.calibration,
         num_processes=config.jobs,
         batch=config.batch,
         experiment=experiment,
@@ -199,7 +200,7 @@ def _write(
 
 
 def _advice(cells: Sequence[Cell], found: Sequence[Recommendation], config: EvalConfig) -> str:
-    """The report's last section."""
+    """Write the report's last section."""
     score = _score(cells)
     lines = [f"- {line}" for line in describe(found, max_loss=config.max_loss / 100, score=score)]
     return "\n".join(
@@ -217,13 +218,13 @@ def _advice(cells: Sequence[Cell], found: Sequence[Recommendation], config: Eval
 
 
 def _score(cells: Sequence[Cell]) -> str:
-    """What right answers are counted by."""
+    """Return the name of the score by which right answers are counted."""
     names = dict.fromkeys(name for cell in cells if cell.scores is not None for name in cell.scores.named)
     return " and ".join(names) or "exact match"
 
 
 def _provenance(config: EvalConfig, experiment: Experiment, spec: ModelSpec) -> dict[str, Any]:
-    """What was run, and on what, so that a number can be reproduced."""
+    """Describe what was run, and on which machine, so that a number can be reproduced."""
     return {
         "command": _command(config),
         "version": VERSION,

@@ -1,8 +1,8 @@
 """Compresses a captured prompt to what a contender may have, in bytes held or read.
 
-Where a method's bytes follow from its plan, the plan is solved for beforehand (`budgets.py`); where they are
-known only once a prompt is packed, its budget is raised until the bytes held come close to the target.
-Answers no question.
+If a method's bytes follow from its plan, the plan is solved for beforehand (`budgets.py`); if they are known
+only once a prompt is packed, its budget is raised until the bytes held come close to the target. Answers no
+question.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Compressor:
     def compress(
         self, captured: CapturedPrompt, contender: Contender, *, max_new_tokens: int
     ) -> Continuation | None:
-        """The prompt compressed to the contender's target; None where the target cannot be met.
+        """Compress the prompt to the contender's target; None if the target cannot be met.
 
         Args: max_new_tokens: tokens that may follow, further questions among them.
         """
@@ -64,7 +64,7 @@ class Compressor:
         return self._compress_packed(captured, contender.plan, size_bytes, least, max_new_tokens)
 
     def sizes(self, continuation: Continuation) -> Sizes:
-        """What a compressed prompt holds and reads."""
+        """Count the bytes that a compressed prompt holds and that a step reads."""
         resolved, came_to = continuation.resolved, self._prompt_bytes(continuation)
         return Sizes(
             kept=kept_bytes(self._counted, resolved, came_to),
@@ -83,7 +83,7 @@ class Compressor:
         least: int,
         max_new_tokens: int,
     ) -> Continuation | None:
-        """The prompt packed to at most target_bytes: within 2 % of it, or as near as a few tries come.
+        """Pack the prompt to at most target_bytes: within 2 % of it, or as near as a few tries come.
 
         Args: least: a budget in tokens whose bound stays within the target, or 1.
         """
@@ -107,7 +107,7 @@ class Compressor:
         return best
 
     def _prompt_bytes(self, continuation: Continuation) -> list[int | None]:
-        """What each layer came to where that depends on its content; None for others."""
+        """Return the bytes of each layer whose size depends on its content; None for others."""
         formats = make_formats(self._counted, continuation.resolved)
         layers = zip(formats, continuation.compressed, strict=True)
         return [fmt.prompt_bytes(tensors) for fmt, tensors in layers]

@@ -29,7 +29,9 @@ class EvalConfig(PlanSettings):
         "(snapkv:window=16), with + for a comma (rdkv:widths=0+4+8)",
     )
     budgets: str = Field(
-        "50%,25%,10%,5%", description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B)"
+        "50%,25%,10%,5%",
+        description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B); own: what each "
+        "method retains where a request gives no budget (--match given)",
     )
     match: Literal["kept", "read", "given"] = Field(
         "kept",

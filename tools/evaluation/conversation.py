@@ -56,11 +56,11 @@ class Conversation:
         return max(turn.max_new_tokens or max_new_tokens for turn in self.turns)
 
     def next_prompt(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
-        """Turn `index`'s prompt after another answer to the turn before it.
+        """Return turn `index`'s prompt after another answer to the turn before it.
 
         Args:
             prompt: of the turn before.
-            answer: its tokens; a final end token may be missing, as where the answer was cut off.
+            answer: its tokens; a final end token may be missing, for example if the answer was cut off.
 
         Raises: UnsupportedModel: the chat template changes the answer when a question follows.
         """
@@ -124,7 +124,7 @@ def tokenize(example: Example, tokenizer: ChatTokenizer) -> Conversation:
 
 
 def _encode(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """A text's tokens without those that the tokenizer adds."""
+    """Return a text's tokens without those that the tokenizer adds."""
     return [t for t in tokenizer.encode(text) if not tokenizer.is_silent(t)] if text else []
 
 
@@ -133,7 +133,7 @@ def same_text(text: str, other: str) -> bool:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Whether a text contains an answer, as RULER scores it."""
+    """Return whether a text contains an answer, as RULER scores it."""
     return f" {_normal(answer)} " in f" {_normal(text)} "
 
 

@@ -19,7 +19,7 @@ from kvferry.tools.recall.tasks import Example
 
 def _own(fields: Mapping[str, Any], path: Path) -> Example:
     context, question, answers = fields["context"], fields["question"], fields["answers"]
-    is_text = isinstance(answers, list) and all(isinstance(its, str) and its.strip() for its in answers)
+    is_text = isinstance(answers, list) and all(isinstance(each, str) and each.strip() for each in answers)
     if not (is_text and answers and isinstance(context, str) and isinstance(question, str)):
         raise ValueError("a field has another type, or there are no answers")
     return Example(
@@ -62,11 +62,11 @@ _FORMATS = (
         _own,
     ),
 )
-_UNDERSTOOD = "; ".join(its.description for its in reversed(_FORMATS))
+_UNDERSTOOD = "; ".join(known.description for known in reversed(_FORMATS))
 
 
 def read_data(path: Path) -> tuple[Example, ...]:
-    """The examples of a file; lines without text are skipped.
+    """Read the examples of a file; lines without text are skipped.
 
     Raises: ConfigurationError: the file cannot be read, has no examples, or a line has other fields.
     """
@@ -87,7 +87,7 @@ def _example(path: Path, number: int, line: str) -> Example:
     except ValueError as error:
         raise ConfigurationError(f"{where} is not JSON: {error}; understood are {_UNDERSTOOD}") from error
     names = set(fields) if isinstance(fields, dict) else set()
-    found = next((its for its in _FORMATS if its.fields <= names), None)
+    found = next((candidate for candidate in _FORMATS if candidate.fields <= names), None)
     if found is None:
         raise ConfigurationError(
             f"{where} has the fields {', '.join(sorted(names)) or 'none'}; understood are {_UNDERSTOOD}"

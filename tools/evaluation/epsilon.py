@@ -1,7 +1,6 @@
 """Measures distortion tables on a model's own K and V, and writes them for `rdkv/epsilon.py`.
 
-Used offline by `kvferry calibrate epsilon`, which runs the model and adds each layer of each calibration
-prompt to an `EpsilonAccumulator`.
+`kvferry calibrate` runs the model and adds each layer of some prompts to an `EpsilonAccumulator`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class EpsilonAccumulator:
         self._units = [0, 0]
 
     def add(self, keys: Tensor, values: Tensor) -> None:
-        """One layer of one prompt. Args: keys post-RoPE and values `[H_kv, T, D]`, T >= 1."""
+        """Add one layer of one prompt. Args: keys post-RoPE and values `[H_kv, T, D]`, T >= 1."""
         channels = keys.float().transpose(-1, -2)
         self._add(0, channels, channels.var(dim=-1, correction=0))
         tokens = values.float()
         self._add(1, tokens, tokens.square().mean(dim=-1))
 
     def table(self) -> EpsilonTable:
-        """The averages so far.
+        """Return the averages so far.
 
         Raises:
             ConfigurationError: no K channel varied, or no V token had energy.

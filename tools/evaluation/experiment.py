@@ -1,4 +1,4 @@
-"""What a run of `kvferry eval` measures: its options parsed into tasks, contenders and units of work.
+"""Parses the options of `kvferry eval` into tasks, contenders and units of work.
 
 Unknown names are refused with a message that lists the allowed ones.
 """
@@ -57,7 +57,7 @@ class Contender:
 
     @property
     def digest(self) -> str:
-        """Changes with the method's definition, so that records of an earlier definition are not reused.
+        """A digest of the method's definition, so that records of an earlier one are not reused.
 
         Fields at their defaults do not count, so that a new field of plans leaves existing records valid.
         """
@@ -125,12 +125,12 @@ class Experiment:
 
     @cached_property
     def data_digests(self) -> Mapping[tuple[str, int], tuple[str, ...]]:
-        """Of each example of `data`."""
+        """The digest of each example of `data`."""
         return {cell: tuple(map(example_digest, examples)) for cell, examples in self.data.items()}
 
     @property
     def shares_documents(self) -> bool:
-        """Whether examples that follow one another may be about one document, which is then run once."""
+        """True if examples that follow one another may be about one document, which is then run once."""
         return OWN_LENGTH not in self.lengths and bool(self.data)
 
     def seeds(self, task: str, num_tokens: int) -> range:
@@ -159,7 +159,7 @@ class Experiment:
                 yield Unit(task=task, num_tokens=num_tokens, depth=depth, held_out=self.held_out, seed=seed)
 
     def settings_of(self, task: str) -> tuple[Setting, ...]:
-        """The settings to measure; with a single question "once" equals "aware"."""
+        """Return the settings to measure; with a single question "once" equals "aware"."""
         examples = [example for (name, _), cell in self.data.items() if name == task for example in cell]
         examples = examples or [TASKS[task].example(num_tokens=min(self.lengths), seed=0)]
         is_single = all(len(example.messages) == 1 for example in examples)
@@ -169,7 +169,7 @@ class Experiment:
 
 
 def example_digest(example: Example) -> str:
-    """Changes with the example's text."""
+    """Return a digest that changes with the example's text."""
     return hashlib.blake2b(repr(example).encode(), digest_size=6).hexdigest()
 
 
@@ -183,14 +183,16 @@ def describe_length(num_tokens: int) -> str:
 
 
 def read_experiment(config: EvalConfig) -> Experiment:
-    """Raises: ConfigurationError: an option names something unknown, or is out of range."""
+    """Parse the options. Raises: ConfigurationError: one names something unknown or is out of range."""
     targets = tuple(read_list("--budgets", config.budgets, parse_target))
     for target in targets:
         if config.match == "given" and target.kind == "bytes":
             raise ConfigurationError(
-                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a share "
-                "or tokens"
+                f"--budgets has {target.label}; bytes need --match kept or read, --match given takes a "
+                "share, tokens or own"
             )
+        if config.match != "given" and target.kind == "own":
+            raise ConfigurationError(f"--budgets has {target.label}; it needs --match given")
     contenders = tuple(_contenders(config.methods, targets))
     if config.gap and any(contender.method != FULL for contender in contenders):
         raise ConfigurationError(f"--gap is {config.gap}; it takes --methods full, not {config.methods}")
@@ -239,7 +241,7 @@ def _contenders(methods: str, targets: Sequence[Target]) -> Iterator[Contender]:
 
 
 def _plan(text: str) -> CompressionPlan:
-    """The plan of NAME or NAME:PARAMETER=VALUE:... A `+` in a text is a comma."""
+    """Make the plan of NAME or NAME:PARAMETER=VALUE:... A `+` in a text is a comma."""
     name, *changes = text.split(":")
     _known("--methods", name, method_names())
     plan = plan_for(name)
@@ -278,7 +280,7 @@ def _param(text: str, value: str, default: ParamValue) -> ParamValue:
 
 
 def _length(text: str, num_examples: int) -> tuple[int, int]:
-    """A prompt length and its number of examples, num_examples where the text has none."""
+    """Parse a prompt length and its number of examples, num_examples if the text has none."""
     length, colon, examples = text.partition(":")
     if not length.isdecimal() or int(length) < MIN_TOKENS:
         raise ConfigurationError(
@@ -312,7 +314,7 @@ def _known(option: str, item: str, allowed: Collection[str]) -> str:
 
 
 def read_list(option: str, text: str, read: Callable[[str], T]) -> list[T]:
-    """The items of a comma-separated option. Raises ConfigurationError where one is empty or given twice."""
+    """Read a comma-separated option's items. Raises ConfigurationError if one is empty or given twice."""
     return [read(item) for item in _items(option, text)]
 
 

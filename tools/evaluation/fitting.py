@@ -54,11 +54,11 @@ class Comparison:
 
 
 def fit_curve(budgets: Sequence[Sequence[Comparison]], *, measure: Measure, groups: int) -> QualityCurve:
-    """A method's curve.
+    """Fit a method's curve.
 
-    Deviation: the paper's y is one context's. Here it is of means over contexts of similar NLL(c): one answer
-    agrees or does not, and the NLL of an answer that a model is certain of is near 0, so that the ratio of
-    two such values is noise.
+    Deviation: the paper's y is one context's. Here it is computed from means over contexts of similar NLL(c),
+    because one answer either agrees or does not, and the NLL of an answer that a model is certain of is near
+    0, so that the ratio of two such values is noise.
 
     Args:
         budgets: the comparisons at each budget.
@@ -69,10 +69,12 @@ def fit_curve(budgets: Sequence[Sequence[Comparison]], *, measure: Measure, grou
     """
     observations = [
         Observation(
-            retention=fmean(its.retention for its in group),
-            nll=fmean(its.context_nll for its in group),
+            retention=fmean(comparison.retention for comparison in group),
+            nll=fmean(comparison.context_nll for comparison in group),
             quality=_quality(
-                fmean(its.full for its in group), fmean(its.compressed for its in group), measure
+                fmean(comparison.full for comparison in group),
+                fmean(comparison.compressed for comparison in group),
+                measure,
             ),
         )
         for compared in budgets
@@ -89,26 +91,26 @@ def fit_curve(budgets: Sequence[Sequence[Comparison]], *, measure: Measure, grou
 
 
 def _groups(compared: Sequence[Comparison], number: int) -> Iterator[Sequence[Comparison]]:
-    """By the contexts' NLL, of about equal size."""
-    ordered = sorted(compared, key=lambda its: its.context_nll)
+    """Divide comparisons into groups of about equal size, by the contexts' NLL."""
+    ordered = sorted(compared, key=lambda comparison: comparison.context_nll)
     ends = [len(ordered) * i // number for i in range(number + 1)]
     return (ordered[start:end] for start, end in pairwise(ends))
 
 
 def _quality(full: float, compressed: float, measure: Measure) -> float:
-    """y from the two means."""
+    """Compute y from the two means."""
     if measure == "nll":
         return max(full, _LEAST_NLL) / max(compressed, _LEAST_NLL)
     if full == 0:
         raise ConfigurationError(
             f"--measure is {measure!r}, and the full KV answers no prompt of a group right; take agreement, "
-            "fewer --groups or other prompts"
+            "or other prompts"
         )
     return compressed / full
 
 
 def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:
-    """`f_b(rho) = expm1(b rho) / expm1(b)`: it rises from 0 at 0 to 1 at 1, and is rho if b is 0.
+    """Compute `f_b(rho) = expm1(b rho) / expm1(b)`: it rises from 0 at 0 to 1 at 1, and is rho if b is 0.
 
     Args: retention: rho in [0, 1]. slope: b, of a shape that broadcasts.
     Returns: float64.
@@ -125,7 +127,7 @@ def quality_curve(retention: Tensor, slope: Tensor) -> Tensor:
 def fit_calibration(
     observations: Sequence[Observation], *, over_prediction_weight: float = OVER_PREDICTION_WEIGHT
 ) -> Calibration:
-    """Least squares of `f_b(rho) - y` over alpha and beta, with a larger weight for predicting too much.
+    """Find the least squares of `f_b(rho) - y` over alpha and beta; predicting too much has a larger weight.
 
     L-BFGS from several starts; deterministic. If all contexts have the same NLL, alpha is 0.
 
@@ -194,9 +196,8 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
 
     The file is replaced atomically, so a reader never sees a part of it.
 
-    Raises: ConfigurationError: the file exists and is not a curve file.
+    Raises: ConfigurationError: the file exists and is not a curve file, or cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / found.file_name
     before = load_curves(path).curves if path.exists() else {}
     content = {
@@ -207,8 +208,12 @@ def save_curves(folder: Path, found: ModelCurves) -> Path:
         "curves": {name: _entry(curve) for name, curve in sorted({**before, **found.curves}.items())},
     }
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigurationError(f"the quality curves cannot be written to {path}: {error}") from error
     return path
 
 

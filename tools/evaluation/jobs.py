@@ -39,6 +39,7 @@ class WorkerOptions:
     dtype: str
     threads: int
     epsilon_tables: str
+    calibration: str
     num_processes: int
     batch: int
     experiment: Experiment
@@ -46,13 +47,13 @@ class WorkerOptions:
     def make_runner(self) -> UnitRunner:
         threads = self.threads or max(1, (os.cpu_count() or 1) // self.num_processes)
         torch.set_num_threads(threads)
-        install_tables(self.epsilon_tables)
+        install_tables(self.epsilon_tables, calibration=self.calibration)
         model = load_model(self.model, device=self.device, dtype=self.dtype)
         return UnitRunner(model, ChatTokenizer.load(self.model), self.experiment)
 
 
 def run_jobs(jobs: Sequence[Job], options: WorkerOptions) -> Iterator[list[Record]]:
-    """Records of each batch of units as soon as it is measured.
+    """Yield the records of each batch of units as soon as it is measured.
 
     Raises:
         KvferryError: a process died.

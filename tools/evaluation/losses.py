@@ -1,4 +1,4 @@
-"""What is lost against the full cache: right answers and divergence, question by question, by task.
+"""Losses against the full cache, by task and question by question: right answers, and divergence.
 
 Only questions count that the full cache answers right, in whole or in part, because a wrong answer cannot be
 lost. The divergence counts every question, by the token's place in the answer: its first tokens may come from
@@ -102,13 +102,13 @@ def paired_loss(
 
 
 def _part(records: Sequence[Record], number: int) -> list[float]:
-    """The divergences of one part of the last answers."""
+    """Return the divergences of one part of the last answers."""
     end = PLACES[number + 1] if number + 1 < len(PLACES) else None
     return [kl for record in records for kl in record.turns[-1].kl[PLACES[number] : end]]
 
 
 def _score(record: Record) -> float:
-    """The last answer's own score, or whether it contains the right one."""
+    """Return the last answer's own score, or whether it contains the right one."""
     last = record.turns[-1]
     return fmean(last.scores.values()) if last.scores else float(last.contained)
 

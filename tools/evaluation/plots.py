@@ -58,7 +58,7 @@ _MARKERS = ("D", "v", "P", "X", "<", ">", "h")
 
 
 def style(method: str) -> tuple[str, str]:
-    """A method's colour and marker; of a name outside the table they follow from the name alone."""
+    """Return a method's colour and marker; for a name outside the table they follow from the name alone."""
     if method in STYLES:
         return STYLES[method]
     number = int.from_bytes(hashlib.blake2b(method.encode(), digest_size=4).digest(), "big")
@@ -66,7 +66,7 @@ def style(method: str) -> tuple[str, str]:
 
 
 def check_available() -> None:
-    """Raises: ConfigurationError: matplotlib is missing. Called before anything is measured."""
+    """Check for matplotlib, before anything is measured. Raises: ConfigurationError: it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -98,7 +98,7 @@ def draw(cells: Sequence[Cell], folder: Path, *, match: Match) -> list[Path]:
 
 
 def accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
-    """A panel for each task; a line for each method, a point for each budget. The legend stands outside."""
+    """Draw a panel for each task; a line for each method, a point for each budget; the legend outside."""
     from matplotlib.figure import Figure
 
     def share(scores: Scores) -> float:
@@ -137,7 +137,7 @@ def accuracy_figure(cells: Sequence[Cell], title: str, match: Match) -> Figure:
 
 
 def _needle_figure(cells: Sequence[Cell], title: str) -> Figure:
-    """A panel for each method and budget; depth down, length across, accuracy as colour."""
+    """Draw a panel for each method and budget; depth down, length across, accuracy as colour."""
     from matplotlib.figure import Figure
 
     contenders = list(dict.fromkeys((cell.method, cell.budget) for cell in cells))

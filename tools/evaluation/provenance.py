@@ -11,7 +11,7 @@ from kvferry.shared.model.spec import DTYPE_BYTES
 
 
 def hardware(device: str) -> str:
-    """The GPU's name, or the number of processors."""
+    """Return the GPU's name, or the number of processors."""
     import torch
 
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
@@ -20,7 +20,7 @@ def hardware(device: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus if they have changes; "unknown" outside a repository."""
+    """Return the commit of the sources, with a plus if they have changes; "unknown" outside a repository."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
@@ -39,6 +39,6 @@ def commit() -> str:
 
 
 def fingerprints(model: str) -> dict[str, str]:
-    """Of a model's weights, by the dtype in which it computes. Args: model: as `load_model` takes it."""
+    """Return a model's fingerprints by the dtype in which it computes. Args: model: as of `load_model`."""
     folder = resolve_model_path(model, weights=True)
     return {dtype: model_fingerprint(folder, dtype=dtype) for dtype in DTYPE_BYTES}

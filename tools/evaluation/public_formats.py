@@ -62,10 +62,10 @@ class DatasetExample(Example):
 
 
 def ruler(fields: Mapping[str, Any], path: Path) -> DatasetExample:
-    """`{"index", "input", "outputs", "length", "answer_prefix"}`.
+    """Read `{"index", "input", "outputs", "length", "answer_prefix"}`.
 
-    The document is everything before the input's last line. All outputs are wanted; of questions (`qa_1`,
-    by the record's task, the file's name or its folder's) one of them.
+    The document is everything before the input's last line. All outputs are wanted; for questions (`qa_1`,
+    by the record's task, the file's name or its folder's) one of them is enough.
 
     Raises: KeyError, ValueError: a field is missing or has another type.
     """
@@ -81,7 +81,7 @@ def ruler(fields: Mapping[str, Any], path: Path) -> DatasetExample:
 
 
 def longbench(fields: Mapping[str, Any], path: Path) -> DatasetExample:
-    """`{"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}`.
+    """Read `{"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}`.
 
     Raises: KeyError, ValueError: a field is missing or has another type, or the data set is unknown.
     """
@@ -104,7 +104,7 @@ def longbench(fields: Mapping[str, Any], path: Path) -> DatasetExample:
 
 
 def scbench(fields: Mapping[str, Any], path: Path) -> DatasetExample:
-    """`{"id", "context", "multi_turns": [{"input", "answer"}]}`: questions about one context in turn.
+    """Read `{"id", "context", "multi_turns": [{"input", "answer"}]}`: questions about one context in turn.
 
     Raises: KeyError, ValueError: a field is missing or has another type, or a turn has options.
     """
@@ -153,10 +153,10 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of at least one text; numbers become text."""
+    """Read a list of at least one text; numbers become text."""
     value = fields[name]
-    is_plain = isinstance(value, list) and all(isinstance(its, str | int | float) for its in value)
-    texts = tuple(str(its) for its in value) if is_plain else ()
+    is_plain = isinstance(value, list) and all(isinstance(each, str | int | float) for each in value)
+    texts = tuple(str(each) for each in value) if is_plain else ()
     if not texts or not all(text.strip() for text in texts):
         raise ValueError(f"{name} must be a list of at least one text")
     return texts

@@ -63,11 +63,11 @@ class Recommendation:
 def recommend(
     experiment: Experiment, fingerprint: str, records: Mapping[Key, Record], *, max_loss: float
 ) -> tuple[Recommendation, ...]:
-    """Two recommendations for each setting: by bytes kept and by bytes read.
+    """Make two recommendations for each setting: by bytes kept and by bytes read.
 
-    Args: max_loss: 0 to 1. Returns: nothing where the full cache was not measured.
+    Args: max_loss: 0 to 1. Returns: nothing if the full cache was not measured.
     """
-    full = next((its for its in experiment.contenders if its.method == FULL), None)
+    full = next((each for each in experiment.contenders if each.method == FULL), None)
     if full is None:
         return ()
     settings = {task: experiment.settings_of(task) for task in experiment.tasks}
@@ -84,8 +84,8 @@ def recommend(
             if contender.target is not None
         ]
         candidates = [_candidate(contender, found, reference) for contender, found in met if found]
-        good = [its for its in candidates if its.loss <= max_loss + _ROUNDING]
-        least = min(candidates, key=lambda its: (its.loss, its.kept_share), default=None)
+        good = [candidate for candidate in candidates if candidate.loss <= max_loss + _ROUNDING]
+        least = min(candidates, key=lambda candidate: (candidate.loss, candidate.kept_share), default=None)
         for by in _BY:
             cheap = partial(_cost, by=by)
             recommendations.append(
@@ -101,10 +101,10 @@ def recommend(
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of paired differences of -1 to 1.
+    """Return the 95 % interval of the mean of paired differences of -1 to 1.
 
     Agresti and Min (2005): half a pair is added to each of the four outcomes of a pair, so that the interval
-    has a width where all pairs agree.
+    has a width even if all pairs agree.
     """
     n = len(differences) + 2
     mean = sum(differences) / n
@@ -114,22 +114,22 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def describe(recommendations: Sequence[Recommendation], *, max_loss: float, score: str) -> Iterator[str]:
-    """A sentence for each. Args: score: what is lost, "exact match"."""
+    """Yield a sentence for each. Args: score: what is lost, "exact match"."""
     if not recommendations:
         yield f"No recommendation: the loss is against the full KV, and --methods has no {FULL}."
-    for its in recommendations:
-        where = f"{its.setting}, by {_BYTES[its.by]}"
-        if its.least is None:
+    for advice in recommendations:
+        where = f"{advice.setting}, by {_BYTES[advice.by]}"
+        if advice.least is None:
             yield f"{where}: nothing to recommend; no method met a budget on every example."
-        elif its.full == 0:
+        elif advice.full == 0:
             yield f"{where}: nothing to recommend; the full KV itself has 0 % of {score}."
-        elif its.found is None:
+        elif advice.found is None:
             yield (
-                f"{where}: none qualifies; the least loss has {_text(its.least, its.by)}, above the stated "
-                f"{100 * max_loss:g}."
+                f"{where}: none qualifies; the least loss has {_text(advice.least, advice.by)}, "
+                f"above the stated {100 * max_loss:g}."
             )
         else:
-            yield f"{where}: {_text(its.found, its.by)}."
+            yield f"{where}: {_text(advice.found, advice.by)}."
 
 
 def _text(candidate: Candidate, by: Literal["kept", "read"]) -> str:
@@ -148,7 +148,7 @@ def _met(
     contender: Contender,
     units: Sequence[Unit],
 ) -> list[Record]:
-    """The contender's records, one for each unit; none where one is missing or a budget was not met."""
+    """Return the contender's records, one for each unit; none if one is missing or a budget was not met."""
     keys = (Key.of(fingerprint, experiment, unit, setting, contender) for unit in units)
     found = [records[key] for key in keys if key in records and records[key].turns]
     return found if len(found) == len(units) else []
@@ -170,7 +170,7 @@ def _candidate(contender: Contender, records: Sequence[Record], reference: Seque
 
 
 def _score(record: Record) -> float:
-    """The mean of the data's own score over all questions, or whether the last answer is exactly right."""
+    """Return the mean of the data's own score over all questions, or whether the last is exactly right."""
     own = [score for turn in record.turns for score in turn.scores.values()]
     return fmean(own) if own else float(record.turns[-1].exact)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.shared.compression.curves import estimate_context_nll
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.resolve import budget_tokens
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -67,7 +68,7 @@ class UnitRunner:
         )
 
     def run(self, jobs: Sequence[Job]) -> list[Record]:
-        """One record for each (unit, setting, contender); all are answered together, turn by turn.
+        """Measure one record for each (unit, setting, contender); all are answered together, turn by turn.
 
         Raises:
             ConfigurationError: an example does not fit into the model's window.
@@ -145,7 +146,7 @@ class UnitRunner:
         return found
 
     def _answer(self, index: int, runs: Sequence[_Run]) -> None:
-        """Turn `index` of every run."""
+        """Answer turn `index` of every run."""
         asked = [
             (run, i, pending)
             for run in runs
@@ -183,8 +184,10 @@ class UnitRunner:
         if continuation is None or not turns:
             return Record(key=key, turns=())
         sizes: Sizes = self._compressor.sizes(continuation)
-        budget, num_tokens = continuation.resolved.plan.budget, continuation.resolved.num_prompt_tokens
-        retention = budget.retention if budget.tokens is None else budget.tokens / num_tokens
+        plan, num_tokens = continuation.resolved.plan, continuation.resolved.num_prompt_tokens
+        retention = plan.budget.retention
+        if plan.budget.tokens is not None:
+            retention = min(1.0, budget_tokens(plan, num_tokens) / num_tokens)
         return Record(
             key=key,
             turns=tuple(turns),

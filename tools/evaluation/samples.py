@@ -1,16 +1,22 @@
-"""Prompts for calibration, each with the text that must follow it: generated, asked, or cut from a text.
+"""Prompts for calibration, each with the text that must follow it: cut from a text, asked, or generated.
 
-Generated prompts are conversations of the recall tasks in the model's own chat template. Prompts from a text
-file are excerpts, each with its continuation.
+A prompt cut from a text is an excerpt of it. The model is to quote a passage whose first tokens are given:
+
+    user: EXCERPT Quote the passage of this text that begins with: WORDS    assistant: WORDS ...
+
+The question names a place in the prompt, and each token of the answer needs the text that follows there.
+Any model can do it, with or without a chat template, and the right answer is known. Generated prompts are
+conversations of the recall tasks, which the demo model was trained for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvferry.models import CALIBRATION_TEXT
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.question import Question
+from kvferry.shared.model.question import Question, find_question
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.conversation import Turn, tokenize
 from kvferry.tools.evaluation.data import read_data
@@ -19,7 +25,12 @@ from kvferry.tools.recall.tasks import MIN_TOKENS, TASKS
 CALIBRATION_TASKS = ("single_needle", "multi_key_8", "multi_key_dense", "qa_facts")
 _FIRST_SEED = 1_000_000
 """Far from the seeds that evaluations use."""
-_CONTINUATION_TOKENS = 32
+_REQUEST = "Quote the passage of this text that begins with: "
+_REQUEST_TOKENS = 80
+"""Of a prompt's length, what the chat template and the request may take."""
+_GIVEN_TOKENS, _QUOTED_TOKENS = 12, 32
+_GOLDEN = 0.618
+"""Multiples of it, modulo 1, are spread evenly, however many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +46,21 @@ class Sample:
 
 
 def draw_samples(
-    tokenizer: ChatTokenizer, *, text: str, data: str, number: int, num_tokens: int, max_model_len: int
+    tokenizer: ChatTokenizer,
+    *,
+    text: str,
+    data: str,
+    generated: bool,
+    number: int,
+    num_tokens: int,
+    max_model_len: int,
 ) -> list[Sample]:
-    """Samples of about num_tokens tokens each unless they come from `data`.
+    """Draw samples of about num_tokens tokens each unless they come from `data`.
 
     Args:
-        text: file to cut them from, without overlap.
-        data: file of questions, whose first ones are taken; with neither file samples are generated.
+        text: file to cut them from.
+        data: file of questions, whose first ones are taken.
+        generated: with neither file, generate them; otherwise they are cut from `CALIBRATION_TEXT`.
         num_tokens: of each prompt; generated ones are counted in the demo tokenizer's tokens.
 
     Raises:
@@ -49,12 +68,12 @@ def draw_samples(
     """
     if text and data:
         raise ConfigurationError(f"--text is {text} and --data {data}; give one of them")
-    if text:
-        samples = _excerpts(tokenizer, Path(text), number, num_tokens)
-    elif data:
+    if data:
         samples = _asked(tokenizer, Path(data), number)
-    else:
+    elif generated and not text:
         samples = _generated(tokenizer, number, num_tokens)
+    else:
+        samples = _quotations(tokenizer, _read(text), number, num_tokens)
     longest = max(len(sample.prompt) + len(sample.answer) for sample in samples)
     if longest > max_model_len:
         given = f"--data {data}" if data else f"--length is {num_tokens}"
@@ -87,20 +106,41 @@ def _sample(turn: Turn) -> Sample:
     return Sample(prompt=turn.prompt_token_ids, answer=turn.answer_token_ids, question=turn.question)
 
 
-def _excerpts(tokenizer: ChatTokenizer, path: Path, number: int, num_tokens: int) -> list[Sample]:
+def _read(text: str) -> str:
+    files = [Path(text)] if text else sorted(CALIBRATION_TEXT.glob("*.txt"))
     try:
-        ids = tokenizer.encode(path.read_text(encoding="utf-8"))
+        return "\n\n".join(path.read_text(encoding="utf-8") for path in files)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--text {path} cannot be read: {error}") from error
-    size = num_tokens + _CONTINUATION_TOKENS
-    if len(ids) < number * size:
+        raise ConfigurationError(f"--text {text} cannot be read: {error}") from error
+
+
+def _quotations(tokenizer: ChatTokenizer, text: str, number: int, num_tokens: int) -> list[Sample]:
+    """Cut excerpts at even distances, which overlap if the text is short, and passages at all depths."""
+    ids = tokenizer.encode(text, add_special=False)
+    size, quoted = num_tokens - _REQUEST_TOKENS, _GIVEN_TOKENS + _QUOTED_TOKENS
+    if size < quoted:
         raise ConfigurationError(
-            f"--text {path} has {len(ids)} tokens; {number} samples of {size} need {number * size}"
+            f"--length is {num_tokens}; prompts that are cut from a text need at least "
+            f"{_REQUEST_TOKENS + quoted}"
         )
-    return [
-        Sample(
-            prompt=tuple(ids[start : start + num_tokens]),
-            answer=tuple(ids[start + num_tokens :][: size - num_tokens]),
-        )
-        for start in range(0, number * size, size)
-    ]
+    if len(ids) < size:
+        raise ConfigurationError(f"the text has {len(ids)} tokens; --length {num_tokens} needs {size}")
+    samples = []
+    for i in range(number):
+        start = (len(ids) - size) * i // max(1, number - 1)
+        excerpt = ids[start : start + size]
+        first = round((size - quoted) * (i * _GOLDEN % 1))
+        passage = excerpt[first : first + quoted]
+        given, answer = passage[:_GIVEN_TOKENS], passage[_GIVEN_TOKENS:]
+        asked = f"{tokenizer.decode(excerpt)}\n\n{_REQUEST}{tokenizer.decode(given).strip()}"
+        question = None
+        if tokenizer.template.exists:
+            messages = [{"role": "user", "content": asked}]
+            prompt = tokenizer.render(messages)
+            question = find_question(tokenizer, messages, prompt)
+        else:
+            prompt = tokenizer.encode(f"{asked}\n\n")
+        if question is not None:
+            question = replace(question, num_after=question.num_after + len(given))
+        samples.append(Sample(prompt=(*prompt, *given), answer=tuple(answer), question=question))
+    return samples

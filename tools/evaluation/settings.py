@@ -4,7 +4,7 @@ aware     every turn's whole prompt is compressed, question included (RocketKV-M
 once      the first turn's prompt is compressed; later turns are appended to it
 agnostic  the document alone is compressed, before any question
 
-Tokens after the selection are appended and attended densely, one by one. Prefill always attends to the full K
+Tokens after the selection are appended one by one and attend densely. Prefill always attends to the full K
 and V. `scoring.py` scores the answers.
 """
 
@@ -58,7 +58,7 @@ class Captures:
         self._captured: dict[Prompt, CapturedPrompt] = {}
 
     def get(self, prompt: Prompt, earlier: Prompt | None, question: Question | None) -> CapturedPrompt:
-        """Args: earlier: the prompt of the turn before; question: where the prompt has it."""
+        """Capture a prompt. Args: earlier: that of the turn before; question: where the prompt has it."""
         if prompt not in self._captured:
             before = self._captured[earlier] if earlier is not None else self._document
             captured = self._generator.capture(list(prompt), earlier=before, question=question)
@@ -68,7 +68,7 @@ class Captures:
         return self._captured[prompt]
 
     def first_tokens(self, captured: CapturedPrompt, num_tokens: int) -> CapturedPrompt:
-        """The capture of a prompt's first tokens."""
+        """Return the capture of a prompt's first tokens."""
         return self._generator.first_tokens(captured, num_tokens)
 
 
@@ -189,7 +189,7 @@ def make_setting(
     contenders: Sequence[Contender],
     experiment: Experiment,
 ) -> TurnSetting:
-    """The turn_setting of a setting."""
+    """Make the `TurnSetting` of a setting."""
     longest = conversation.longest_answer(experiment.max_new_tokens)
     first = conversation.turns[0].prompt_token_ids
     last = conversation.turns[-1].prompt_token_ids

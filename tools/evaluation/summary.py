@@ -63,7 +63,7 @@ class Cell:
 
 
 def summarise(experiment: Experiment, fingerprint: str, records: dict[Key, Record]) -> tuple[Cell, ...]:
-    """The experiment's cells, from the records that exist; cells without records are left out."""
+    """Compute the experiment's cells, from the records that exist; cells without records are left out."""
     cells = []
     for task in experiment.tasks:
         for num_tokens in experiment.lengths:
@@ -146,6 +146,6 @@ def _share_exact(scores: Iterable[TurnScore]) -> float:
 
 
 def wilson_half_width(share: float, num_examples: int) -> float:
-    """Half the width of the 95 % Wilson score interval of a share."""
+    """Return half the width of the 95 % Wilson score interval of a share."""
     n, z = num_examples, 1.96
     return z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))

@@ -33,7 +33,7 @@ NOT_MET = "n/a"
 
 
 def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
-    """All tables of a result, with a title and what was run."""
+    """Write all tables of a result, with a title and what was run."""
     parts = [f"# {title}", *notes, _LEGEND]
     for setting, meaning in _SETTINGS.items():
         chosen = [cell for cell in cells if cell.setting == setting]
@@ -61,7 +61,7 @@ def markdown(cells: Sequence[Cell], *, title: str, notes: Sequence[str]) -> str:
 
 
 def tasks_by_length(measured: Mapping[tuple[str, int], tuple[float, float]]) -> str:
-    """Tasks down, lengths across, accuracy in % with the half width of its 95 % interval.
+    """Write tasks down, lengths across: accuracy in % with the half width of its 95 % interval.
 
     Args: measured: accuracy and half width, both 0 to 1, by task and number of tokens.
     """
@@ -106,11 +106,11 @@ def _comparison(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _differences(cells: Sequence[Cell]) -> Iterator[str]:
-    """A row for each method and budget whose answers differ from the full KV's, tokens across."""
+    """Yield a row for each method and budget whose answers differ from the full KV's, tokens across."""
     rows: dict[tuple[str, str], list[float]] = {}
     for method, budget in dict.fromkeys((cell.method, cell.budget) for cell in cells):
-        its = [c for c in cells if (c.method, c.budget) == (method, budget)]
-        scored = [(c.num_examples, c.scores.first_difference) for c in its if c.scores is not None]
+        of_contender = [c for c in cells if (c.method, c.budget) == (method, budget)]
+        scored = [(c.num_examples, c.scores.first_difference) for c in of_contender if c.scores is not None]
         counts = zip_longest(*([n * share for share in shares] for n, shares in scored), fillvalue=0.0)
         if steps := [sum(column) / sum(n for n, _ in scored) for column in counts]:
             rows[method, budget] = steps
@@ -125,7 +125,7 @@ def _differences(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _mean_named(scores: Sequence[Scores], name: str) -> str:
-    found = [its.named[name] for its in scores if name in its.named]
+    found = [each.named[name] for each in scores if name in each.named]
     return f"{100 * sum(found) / len(found):.1f}" if found else NOT_MET
 
 

@@ -1,4 +1,4 @@
-"""Compiles shapes and architectures side by side, one process each, and says how it went."""
+"""Compiles shapes and architectures side by side, one process each, and prints the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 4 * 3600.0
 
 
 def run(config: CompileConfig) -> int:
-    """Returns the exit code. Raises: ConfigurationError: unknown names, or Triton cannot compile here."""
+    """Compile; return the exit code. Raises: ConfigurationError: unknown names, or Triton cannot compile."""
     if not dispatch.triton_installed():
         raise ConfigurationError("Triton is not installed; install kvferry[gpu]")
     if dispatch.interpreting():
@@ -52,8 +52,8 @@ def run(config: CompileConfig) -> int:
 
 def _chosen(name: str, given: str, known: Iterable[str]) -> list[str]:
     names = list(known)
-    wanted = names if given == "all" else [its.strip() for its in given.split(",")]
-    if unknown := [its for its in wanted if its not in names]:
+    wanted = names if given == "all" else [part.strip() for part in given.split(",")]
+    if unknown := [each for each in wanted if each not in names]:
         raise ConfigurationError(f"{name} has {', '.join(map(repr, unknown))}; there are {', '.join(names)}")
     return wanted
 
@@ -79,6 +79,6 @@ def _compile(shape: str, architecture: str, only: str) -> Compiled:
     # the kernels are compiled beside one another already
     torch.set_num_threads(1)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    # text of the steps before machine code is for reading only
+    # the text of the steps before machine code is only for people to read
     knobs.compilation.store_binary_only = True
     return compile_shape(shape, architecture, only=only)

@@ -65,7 +65,7 @@ def compile_shape(name: str, architecture: str, *, only: str = "") -> Compiled:
 
 
 def small(shape: Shape) -> Shape:
-    """What a shape's kernels depend on, and little else: one layer, a short MLP, few tokens."""
+    """Return a shape with what its kernels depend on, and little else: one layer, a short MLP, few tokens."""
     return replace(shape, num_layers=1, intermediate_size=16, vocab_size=_VOCAB_SIZE)
 
 
@@ -85,7 +85,7 @@ def rehearse_worker(model: LanguageModel) -> None:
 
 
 def _silent(done: float, what: str) -> None:
-    """A worker shows its progress in a metric."""
+    """Ignore progress, which a worker shows in a metric."""
 
 
 def _refuse(reason: str) -> None:

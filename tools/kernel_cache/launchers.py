@@ -1,8 +1,8 @@
-"""What Triton has a C compiler build beside a kernel: the launcher of its signature, and the driver's module.
+"""Builds what Triton has a C compiler build beside a kernel: its signature's launcher, the driver's module.
 
 Both go to Triton's cache under the keys that Triton looks up, which depend on their source alone. They need
-libcuda only when they are loaded, so a library of its name with functions that do nothing is enough to link
-them. It has those that they call: a linker leaves a library without any out of what is loaded with them.
+libcuda only when they are loaded, so a library of that name with functions that do nothing is enough to link
+them. It has the functions that they call, because a linker does not record a library that has none of them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ INITIAL_DEVIATION = 0.02
 
 
 def random_model(shape: Shape, device: torch.device, *, max_model_len: int) -> TransformersModel:
-    """A model of this shape behind our attention, its weights drawn on the device."""
+    """Make a model of this shape behind our attention, its weights drawn on the device."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION_NAME, attention_forward)

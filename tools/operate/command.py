@@ -87,7 +87,7 @@ def _forget(config: KeysConfig) -> int:
 
 @contextlib.contextmanager
 def _router(config: StoredConfig | KeysConfig) -> Iterator[httpx.Client]:
-    """A client of the router's API. Raises: WorkerUnavailable: within the context, it cannot be reached."""
+    """Open a client of the router's API. Raises: WorkerUnavailable: in the context, it cannot be reached."""
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     # A proxy from the environment cannot reach this machine's loopback.
     with httpx.Client(base_url=config.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
@@ -109,7 +109,7 @@ def _checked(reply: httpx.Response) -> Any:
 
 
 def _show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of plain text, which other programs can read too."""
+    """Print a table of plain text, which other programs can read too."""
     cells = [[name.replace("_", " ") for name in columns]]
     cells += [[_cell(name, row.get(name)) for name in columns] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]

@@ -1,4 +1,4 @@
-"""Which method a plan recommends, and whether to disaggregate and to compress at all."""
+"""Decides which method a plan recommends, and whether to disaggregate and to compress at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def advise(apart: Mapping[str, Prediction], together: Callable[[int], Prediction
         together: of method full without disaggregation, with the fewest workers from a number on.
     """
     full = apart["full"]
-    feasible = {name: its for name, its in apart.items() if its.workers is not None}
+    feasible = {name: prediction for name, prediction in apart.items() if prediction.workers is not None}
     fewest = together(1)
     if not feasible:
         return Advice(method=None, disaggregate=False, compress=False, reasons=(_hopeless(fewest),))
@@ -71,7 +71,9 @@ def _about_compression(method: str, chosen: Prediction, full: Prediction) -> str
 
 def _against_compression(apart: Mapping[str, Prediction]) -> str:
     full = apart["full"]
-    best_s = min((its.total_s for name, its in apart.items() if name != "full"), default=full.total_s)
+    best_s = min(
+        (prediction.total_s for name, prediction in apart.items() if name != "full"), default=full.total_s
+    )
     return (
         f"do not compress: a request takes {full.total_s:.3g} s with the full KV, {full.transfer_s:.2g} s of "
         f"it to ship, and {best_s:.3g} s with the best method, and no worker is saved"
@@ -91,18 +93,18 @@ def _about_workers(chosen: Prediction, fewest: Prediction, same: Prediction, *, 
     )
 
 
-def _gains(its: Prediction, full: Prediction) -> bool:
-    """Whether compression saves workers, or enough time with as many."""
-    if full.workers is None or its.workers is None:
+def _gains(prediction: Prediction, full: Prediction) -> bool:
+    """Return whether compression saves workers, or enough time with as many."""
+    if full.workers is None or prediction.workers is None:
         return full.workers is None
-    if its.workers != full.workers:
-        return its.workers < full.workers
-    return its.total_s < (1 - SMALL_GAIN) * full.total_s
+    if prediction.workers != full.workers:
+        return prediction.workers < full.workers
+    return prediction.total_s < (1 - SMALL_GAIN) * full.total_s
 
 
 def _apart_is_better(apart: Prediction, fewest: Prediction, same: Prediction) -> bool:
-    """Where bounds are given: whether fewer workers meet them apart. Else, or with as many: whether requests
-    take less time with the same number of workers."""
+    """Return whether fewer workers meet the bounds apart, if bounds are given. Without bounds, or with as
+    many workers: whether requests take less time with the same number of workers."""
     assert apart.workers is not None
     if fewest.workers is None:
         return True
@@ -113,18 +115,18 @@ def _apart_is_better(apart: Prediction, fewest: Prediction, same: Prediction) ->
     return apart.total_s < (1 - SMALL_GAIN) * same.total_s
 
 
-def _has_bounds(its: Prediction) -> bool:
-    return bool(its.load.first_token_bound_s or its.load.per_token_bound_s)
+def _has_bounds(prediction: Prediction) -> bool:
+    return bool(prediction.load.first_token_bound_s or prediction.load.per_token_bound_s)
 
 
 def _busy(together: Prediction) -> float:
-    """The share of a worker's time that prompts take."""
+    """Return the share of a worker's time that prompts take."""
     return together.load.rate / together.workers * together.stall_s if together.workers else math.nan
 
 
-def _workers(its: Prediction) -> str:
-    if its.workers is None:
+def _workers(prediction: Prediction) -> str:
+    if prediction.workers is None:
         return "no number of workers"
-    if not its.prefill_workers:
-        return f"{its.workers} worker{'s' * (its.workers > 1)}"
-    return f"{its.prefill_workers} + {its.decode_workers} workers"
+    if not prediction.prefill_workers:
+        return f"{prediction.workers} worker{'s' * (prediction.workers > 1)}"
+    return f"{prediction.prefill_workers} + {prediction.decode_workers} workers"

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.curves import QualityCurve, load_curves
+from kvferry.shared.compression.calibrations import calibration_files
+from kvferry.shared.compression.curves import SUFFIX, ModelCurves, QualityCurve, load_curves
 from kvferry.shared.compression.plan import Budget, CompressionPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import install_tables
@@ -41,7 +42,7 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong.
         UnsupportedModel: kvferry does not serve the model.
     """
-    install_tables(config.epsilon_tables)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
     machine = find_machine(config.machine)
     dtype = machine.dtype if config.plan_dtype == "auto" else config.plan_dtype
     model = read_model(config.model, dtype=dtype)
@@ -75,7 +76,7 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
 def chosen_plans(
     config: PlanConfig, applicable: tuple[str, ...], deployment: Deployment
 ) -> dict[str, CompressionPlan]:
-    """The plan of each method, with the retention that the wanted loss needs; full is always among them.
+    """Return each method's plan, with the retention that the wanted loss needs; full is always included.
 
     Raises: ConfigurationError: a method does not exist or does not go with the model.
     """
@@ -88,12 +89,26 @@ def chosen_plans(
         raise ConfigurationError(
             f"--methods has {unknown[0]!r}; methods of this model are {', '.join(applicable)}"
         )
-    curves = load_curves(SHIPPED_CALIBRATION / _CURVES).curves
+    curves = quality_curves(config.calibration, deployment.model.spec.fingerprint).curves
     return {name: _plan(name, curves.get(name), config.max_loss) for name in ("full", *names)}
 
 
+def quality_curves(calibration: str, fingerprint: str) -> ModelCurves:
+    """Return the curves that were measured on a model, else the demo's.
+
+    Args: calibration: as of `calibration_files`.
+    Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
+    """
+    files = [load_curves(path) for path in calibration_files(calibration, SUFFIX)]
+    own = [file for file in files if fingerprint in file.fingerprints.values()]
+    if not own:
+        return load_curves(SHIPPED_CALIBRATION / _CURVES)
+    curves = {method: curve for file in own for method, curve in file.curves.items()}
+    return dataclasses.replace(own[-1], curves=curves)
+
+
 def _plan(method: str, curve: QualityCurve | None, max_loss: float) -> CompressionPlan:
-    """With the retention of the curve, or with the method's own budget where there is none."""
+    """Make a plan with the retention of the curve, or with the method's own budget if there is no curve."""
     if curve is None or not preset(method).takes_budget:
         return plan_for(method)
     retention = curve.retention_at(1 - max_loss / 100, nll=curve.highest_nll)
@@ -109,6 +124,7 @@ def _report(
     advice: Advice,
 ) -> dict[str, Any]:
     machine, model = deployment.machine, deployment.model
+    curves = quality_curves(config.calibration, model.spec.fingerprint)
     return {
         "options": config.model_dump(exclude={"log_level", "log_format", "ready_file"}),
         "machine": {"name": machine.name, "times": "modelled" if machine.is_modelled else "measured"},
@@ -120,19 +136,24 @@ def _report(
             "kv_token_bytes": model.spec.kv_token_bytes,
             "dtype": model.spec.dtype,
         },
+        "quality_curves": {
+            "of": curves.name,
+            "are_the_models_own": model.spec.fingerprint in curves.fingerprints.values(),
+        },
         "methods": {
-            name: {"retention": plans[name].budget.retention, **_figures(its)} for name, its in apart.items()
+            name: {"retention": plans[name].budget.retention, **_figures(prediction)}
+            for name, prediction in apart.items()
         },
         "without_disaggregation": _figures(alone),
         "advice": dataclasses.asdict(advice),
     }
 
 
-def _figures(its: Prediction) -> dict[str, Any]:
-    fields = dataclasses.asdict(its)
+def _figures(prediction: Prediction) -> dict[str, Any]:
+    fields = dataclasses.asdict(prediction)
     del fields["load"]
     for name in ("first_token_s", "per_token_s", "total_s", "workers"):
-        fields[name] = getattr(its, name)
+        fields[name] = getattr(prediction, name)
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()
@@ -150,15 +171,22 @@ def _show(
 ) -> None:
     machine, model = deployment.machine, deployment.model
     times = "modelled from public figures" if machine.is_modelled else "from a fit to measurements"
+    curves = quality_curves(config.calibration, model.spec.fingerprint)
+    of = f"by curves of {curves.name}, another model (kvferry calibrate measures this one's)"
+    if model.spec.fingerprint in curves.fingerprints.values():
+        of = "by the model's own curves"
     lines = [
         f"{model.spec.name}: {model.num_parameters / 1e9:.2f} G parameters, "
         f"{model.weights_bytes / 1e9:.2f} GB; {model.spec.kv_token_bytes / 1024:.1f} KiB of KV a token. "
         f"{machine.name}: times are {times}.",
         f"{config.rate:g} requests a second of {config.prompt_tokens:,} + {config.answer_tokens:,} tokens, "
-        f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed.",
+        f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed, {of}.",
         "",
         _line(_COLUMNS),
-        *(_line(_cells(name, plans[name].budget.retention, its)) for name, its in apart.items()),
+        *(
+            _line(_cells(name, plans[name].budget.retention, prediction))
+            for name, prediction in apart.items()
+        ),
         _line(_cells("not disaggregated", None, alone)),
         "",
         *(f"- {reason}" for reason in advice.reasons),
@@ -167,26 +195,30 @@ def _show(
     console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 
-def _cells(name: str, retention: float | None, its: Prediction) -> tuple[str, ...]:
-    workers = f"{its.prefill_workers} + {its.decode_workers}" if its.prefill_workers else f"{its.workers}"
+def _cells(name: str, retention: float | None, prediction: Prediction) -> tuple[str, ...]:
+    workers = (
+        f"{prediction.prefill_workers} + {prediction.decode_workers}"
+        if prediction.prefill_workers
+        else f"{prediction.workers}"
+    )
     return (
         name,
         "" if retention is None else f"{100 * retention:.1f} %",
-        f"{its.sizes.shipped / 1e6:.1f}" if its.prefill_workers != 0 else "",
-        f"{its.sizes.arena / 1e6:.1f}",
-        f"{its.prefill_s:.3g}",
-        f"{its.compress_s:.2g}",
-        f"{its.transfer_s:.2g}",
-        f"{its.first_token_s:.3g}",
-        f"{1000 * its.per_token_s:.3g}",
-        f"{its.total_s:.3g}",
-        f"{its.batch:.1f}",
-        workers if its.workers is not None else "none",
+        f"{prediction.sizes.shipped / 1e6:.1f}" if prediction.prefill_workers != 0 else "",
+        f"{prediction.sizes.arena / 1e6:.1f}",
+        f"{prediction.prefill_s:.3g}",
+        f"{prediction.compress_s:.2g}",
+        f"{prediction.transfer_s:.2g}",
+        f"{prediction.first_token_s:.3g}",
+        f"{1000 * prediction.per_token_s:.3g}",
+        f"{prediction.total_s:.3g}",
+        f"{prediction.batch:.1f}",
+        workers if prediction.workers is not None else "none",
     )
 
 
 def _line(cells: Sequence[str]) -> str:
-    """A row of the table: the first cell to the left, the others to the right of their columns."""
+    """Format a row of the table: the first cell to the left, the others to the right of their columns."""
     first, *others = cells
     widths = [max(len(title), _LEAST_WIDTH) for title in _COLUMNS[1:]]
     return first.ljust(_NAME_WIDTH) + "".join(

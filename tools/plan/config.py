@@ -18,7 +18,7 @@ class PlanConfig(PlanSettings):
     """Options of `kvferry plan`."""
 
     model: Annotated[str, MODEL] = Field(
-        "demo", description="folder with a config.json, GGUF file, hub id, or demo; no weights are read"
+        "demo", description="folder with a config.json, GGUF file, hub id, or demo; no weights are loaded"
     )
     plan_dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], MODEL] = Field(
         "auto",
@@ -52,7 +52,7 @@ class PlanConfig(PlanSettings):
         ge=0,
         le=100,
         description="percentage points of answers that may differ from the full KV's; decides the retention, "
-        "by the demo model's quality curves",
+        "by the model's quality curves (kvferry calibrate), or the demo model's where it has none",
     )
     json_output: Annotated[bool, RESULTS, JSON] = Field(
         False, description="print JSON in place of the tables"

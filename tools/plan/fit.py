@@ -31,22 +31,27 @@ class Point:
 
 
 def fit_prefill(points: Sequence[Point]) -> tuple[float, float, float]:
-    """Args: points: of method full."""
-    alone = [(its.num_tokens, its.first_s) for its in points if its.first_s is not None]
+    """Fit the coefficients of prefill. Args: points: of method full."""
+    alone = [(point.num_tokens, point.first_s) for point in points if point.first_s is not None]
     fixed, linear, quadratic = fit([(1.0, n, n * n) for n, _ in alone], [first_s for _, first_s in alone])
     return fixed, linear, quadratic
 
 
 def fit_method(points: Sequence[Point], full: Mapping[int, float]) -> MethodTimes:
-    """Args: full: method full's time to the first token, by prompt tokens."""
-    alone = [its for its in points if its.batch == 1 and its.first_s is not None]
-    extra = [max(0.0, (its.first_s or 0.0) - full[its.num_tokens]) for its in alone]
-    after = [max(0.0, its.second_s - its.step_s) for its in alone]
-    # A difference of two times is as uncertain as they are, and not as its own size says.
-    compress = fit([(1.0, its.num_tokens) for its in alone], extra, [its.first_s or 0.0 for its in alone])
-    handover = fit([(1.0, its.sizes.shipped) for its in alone], after, [its.second_s for its in alone])
+    """Fit one method's coefficients. Args: full: method full's time to the first token, by prompt tokens."""
+    alone = [point for point in points if point.batch == 1 and point.first_s is not None]
+    extra = [max(0.0, (point.first_s or 0.0) - full[point.num_tokens]) for point in alone]
+    after = [max(0.0, point.second_s - point.step_s) for point in alone]
+    # A difference of two times is as uncertain as the two times, however small it is.
+    compress = fit(
+        [(1.0, point.num_tokens) for point in alone], extra, [point.first_s or 0.0 for point in alone]
+    )
+    handover = fit(
+        [(1.0, point.sizes.shipped) for point in alone], after, [point.second_s for point in alone]
+    )
     step = fit(
-        [(1.0, its.batch, its.batch * its.sizes.read) for its in points], [its.step_s for its in points]
+        [(1.0, point.batch, point.batch * point.sizes.read) for point in points],
+        [point.step_s for point in points],
     )
     return MethodTimes(
         compress=(compress[0], compress[1]),
@@ -58,8 +63,8 @@ def fit_method(points: Sequence[Point], full: Mapping[int, float]) -> MethodTime
 def fit(
     rows: Sequence[Sequence[float]], times_s: Sequence[float], errors_s: Sequence[float] | None = None
 ) -> list[float]:
-    """Coefficients of at least 0 with the least squares of errors: the best of all choices of columns whose
-    solution has none below 0.
+    """Find coefficients of at least 0 with the least squares of errors: the best of all choices of columns
+    whose solution has none below 0.
 
     Args:
         errors_s: what each error is divided by, for example the time that `times_s` is a part of; None: the

@@ -33,27 +33,27 @@ class Machine(ABC):
     @property
     @abstractmethod
     def is_modelled(self) -> bool:
-        """Whether times are computed from public figures rather than measured."""
+        """True if times are computed from public figures rather than measured."""
 
     @abstractmethod
     def check(self, model: ModelCost, method: str) -> None:
-        """Raises: ConfigurationError: it has no times for this model or method."""
+        """Check the machine. Raises: ConfigurationError: it has no times for this model or method."""
 
     @abstractmethod
     def prefill_s(self, model: ModelCost, num_tokens: int) -> float:
-        """One prompt's pass without compression, and what a request costs besides."""
+        """Return the time of one prompt's pass without compression, and of a request's other work."""
 
     @abstractmethod
     def compress_s(self, plan: CompressionPlan, sizes: Sizes, num_tokens: int) -> float:
-        """One prompt's compression."""
+        """Return the time of one prompt's compression."""
 
     @abstractmethod
     def handover_s(self, plan: CompressionPlan, sizes: Sizes) -> float:
-        """From the first token to decode's first step, but for the time on the link."""
+        """Return the time from the first token to decode's first step, without the time on the link."""
 
     @abstractmethod
     def step_s(self, model: ModelCost, plan: CompressionPlan, sizes: Sizes, batch: float) -> float:
-        """One decode step of so many sequences."""
+        """Return the time of one decode step of this many sequences."""
 
 
 WIRE_S_PER_BYTE = 0.2e-9
@@ -103,7 +103,7 @@ class Gpu(Machine):
 
     def step_s(self, model: ModelCost, plan: CompressionPlan, sizes: Sizes, batch: float) -> float:
         compute_s = 2.0 * model.num_active * batch / (PREFILL_EFFICIENCY * self.flops)
-        # A batch of a mixture of experts meets more and more of them.
+        # The larger the batch, the more experts of a mixture it uses.
         weights = min(model.num_parameters, model.num_active * max(1.0, batch)) / model.num_parameters
         read_s = self._read_s(weights * model.weights_bytes + batch * sizes.read)
         return STEP_OVERHEAD_S + max(compute_s, read_s)
@@ -214,7 +214,7 @@ class MeasuredMachine(Machine):
 
 
 def find_machine(name: str) -> Machine:
-    """A GPU of the table, or a file of `kvferry calibrate machine`.
+    """Find a GPU of the table, or read a file of `kvferry calibrate machine`.
 
     Raises: ConfigurationError: there is none of that name.
     """
@@ -229,8 +229,8 @@ def find_machine(name: str) -> Machine:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))["machine"]
         methods = {
-            method: MethodTimes(**{part: tuple(values) for part, values in its.items()})
-            for method, its in content.pop("methods").items()
+            method: MethodTimes(**{part: tuple(values) for part, values in times.items()})
+            for method, times in content.pop("methods").items()
         }
         content["prefill"] = tuple(content["prefill"])
         return MeasuredMachine(**content, methods=methods)

@@ -78,7 +78,7 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     console = console or Console(stderr=True, highlight=False)
     lengths = _lengths(config.lengths)
     methods = list(dict.fromkeys(("full", *(name.strip() for name in config.methods.split(",")))))
-    # Answers run together only where prompts are computed in less time than answers take.
+    # Answers run together only if prompts are computed in less time than answers take.
     grid = [
         (_calibrated(method, num_tokens, batch, share), batch)
         for num_tokens in lengths
@@ -88,7 +88,7 @@ async def calibrate_machine(config: CalibrateMachineConfig, *, console: Console 
     ]
     prompts = PromptMaker(config.model)
     checked = _settings_to_check(methods) if config.check else []
-    # In the same rounds, for other work on the machine to meet both alike.
+    # In the same rounds, so that other work on the machine affects both alike.
     cells = [*grid, *((setting, 1) for setting in checked)]
     found: dict[tuple[Setting, int], list[list[Sample]]] = {cell: [] for cell in cells}
     with served("--model", config.model, "--device", config.device, "--implicit-sessions", "0") as addresses:
@@ -140,7 +140,7 @@ def _calibrated(method: str, num_tokens: int, batch: int, share: int) -> Setting
 
 
 def _lengths(text: str) -> list[int]:
-    """Raises: ConfigurationError: they are not at least three different numbers."""
+    """Parse prompt lengths. Raises: ConfigurationError: they are not at least three different numbers."""
     parts = [part.strip() for part in text.split(",")]
     if (
         not all(part.isdecimal() for part in parts)
@@ -161,7 +161,7 @@ def _load_config(**fields: Any) -> BenchConfig:
 async def _measure(
     server: Server, prompts: PromptMaker, setting: Setting, batch: int, *, seed: int, requests: int = _ALONE
 ) -> list[Sample]:
-    """So many requests one after another, or a batch at the same time.
+    """Send this many requests one after another, or a batch at the same time.
 
     Raises: KvferryError: one of them failed.
     """
@@ -186,9 +186,12 @@ async def _measure(
 def _point(model: ModelCost, setting: Setting, batch: int, runs: Sequence[Sequence[Sample]]) -> Point:
     samples = [sample for run in runs for sample in run]
     gaps = [sample.between_s for sample in samples]
-    # Of a batch, the later tokens: by then every prompt has been computed.
+    # For a batch, the later tokens: by then every prompt has been computed.
     # Means, since several tokens may arrive together.
-    later = [statistics.fmean(its[1:] if batch == 1 else its[len(its) // 2 :]) for its in gaps]
+    later = [
+        statistics.fmean(sample_gaps[1:] if batch == 1 else sample_gaps[len(sample_gaps) // 2 :])
+        for sample_gaps in gaps
+    ]
     return Point(
         num_tokens=setting.prompt_tokens,
         batch=batch,
@@ -199,7 +202,7 @@ def _point(model: ModelCost, setting: Setting, batch: int, runs: Sequence[Sequen
             max_new_tokens=setting.answer_tokens,
         ),
         first_s=_undisturbed(s.first_token_s for s in samples) if batch == 1 else None,
-        second_s=_undisturbed(its[0] for its in gaps),
+        second_s=_undisturbed(sample_gaps[0] for sample_gaps in gaps),
         step_s=_undisturbed(later),
     )
 
@@ -223,20 +226,20 @@ def _fitted(
         ]
         for method in methods
     }
-    full = {its.num_tokens: its.first_s for its in points["full"] if its.first_s is not None}
+    full = {point.num_tokens: point.first_s for point in points["full"] if point.first_s is not None}
     machine = MeasuredMachine(
         name=config.machine_name,
         memory_bytes=_memory_bytes(),
         model=model.spec.name,
         dtype=model.spec.dtype,
         prefill=fit_prefill(points["full"]),
-        methods={method: fit_method(its, full) for method, its in points.items()},
+        methods={method: fit_method(method_points, full) for method, method_points in points.items()},
     )
     return machine, model
 
 
 def _memory_bytes() -> int:
-    """The machine's memory, or a GPU's where there is one."""
+    """Return the machine's memory, or a GPU's if there is one."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

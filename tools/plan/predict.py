@@ -1,7 +1,7 @@
-"""What a load costs with one method: times, and how many workers it needs, with and without disaggregation.
+"""Predicts a load's costs with one method: times and number of workers, with and without disaggregation.
 
 Requests come at random moments (Poisson). Prompts queue for prefill workers (an M/D/c queue, approximated as
-half the wait of M/M/c). A decode step has as many sequences as come while one is answered (Little's law).
+half the wait of M/M/c). A decode step has as many sequences as arrive while one is answered (Little's law).
 Without disaggregation every worker does both, and prompts stop its streams.
 """
 
@@ -68,13 +68,13 @@ class Prediction:
 
     @property
     def after_first_s(self) -> float:
-        """From the first to the last token."""
+        """The time from the first to the last token."""
         further = self.load.answer_tokens - 1
         return self.transfer_s + further * self.step_s if further else 0.0
 
     @property
     def per_token_s(self) -> float:
-        """Mean of the tokens after the first, the transfer included."""
+        """The mean time of the tokens after the first, the transfer included."""
         return self.after_first_s / max(1, self.load.answer_tokens - 1)
 
     @property
@@ -104,12 +104,12 @@ class Deployment:
     max_batch: int
 
     def arena_bytes(self) -> float:
-        """What one worker's memory has for KV."""
+        """Return the bytes for KV in one worker's memory."""
         return USABLE_MEMORY * self.machine.memory_bytes - self.model.weights_bytes
 
 
 def disaggregated(deployment: Deployment, plan: CompressionPlan, load: Workload) -> Prediction:
-    """Prefill and decode workers apart.
+    """Predict prefill and decode on workers of their own.
 
     Raises: InvalidRequest, ConfigurationError: the method does not go with the model or the machine.
     """
@@ -134,7 +134,7 @@ def disaggregated(deployment: Deployment, plan: CompressionPlan, load: Workload)
 def together(
     deployment: Deployment, plan: CompressionPlan, load: Workload, *, least_workers: int = 1
 ) -> Prediction:
-    """Every worker computes prompts and answers; nothing is shipped, and a prompt stops the streams."""
+    """Predict workers that compute prompts and answers; nothing is shipped, a prompt stops the streams."""
     alone = _alone(deployment, plan, load)
     sizes, pass_s = alone.sizes, alone.pass_s
     room = deployment.arena_bytes() / sizes.arena
@@ -183,12 +183,12 @@ class _RequestTimes:
 
     @property
     def pass_s(self) -> float:
-        """How long the prompt keeps a worker busy."""
+        """The time for which the prompt keeps a worker busy."""
         return self.prefill_s + self.compress_s
 
 
 def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> _RequestTimes:
-    """Raises: InvalidRequest, ConfigurationError: the method does not go with the model or the machine."""
+    """Predict one request alone. Raises: InvalidRequest, ConfigurationError: the method does not fit."""
     machine, model = deployment.machine, deployment.model
     machine.check(model, plan.method)
     sizes = sizes_of(
@@ -213,7 +213,7 @@ def _alone(deployment: Deployment, plan: CompressionPlan, load: Workload) -> _Re
 
 
 def _prefill_workers(pass_s: float, load: Workload) -> tuple[int | None, float]:
-    """The fewest workers that are not busier than allowed and meet the bound; and the mean wait for one."""
+    """Return the fewest workers that are not too busy and meet the bound; and the mean wait for one."""
     least = max(1, math.ceil(load.rate * pass_s / MAX_UTILISATION))
     if load.first_token_bound_s and pass_s > load.first_token_bound_s:
         return None, _wait_s(pass_s, load.rate, least)
@@ -226,7 +226,7 @@ def _prefill_workers(pass_s: float, load: Workload) -> tuple[int | None, float]:
 
 
 def _wait_s(service_s: float, rate: float, workers: int) -> float:
-    """Mean wait in a queue with constant service times: half that of M/M/c, which is Erlang's C formula."""
+    """Return the mean wait in a queue with constant service times: half of M/M/c's (Erlang's C formula)."""
     offered = rate * service_s
     if offered >= workers:
         return math.inf
@@ -240,7 +240,7 @@ def _wait_s(service_s: float, rate: float, workers: int) -> float:
 def _decode_workers(
     deployment: Deployment, plan: CompressionPlan, sizes: Sizes, load: Workload, transfer_s: float
 ) -> tuple[int | None, float, float]:
-    """The fewest workers whose batches fit and meet the bound; the batch of one, and its step."""
+    """Return the fewest workers whose batches fit and meet the bound; one's batch and its step's time."""
     room = deployment.arena_bytes() / sizes.arena
     further = max(1, load.answer_tokens - 1)
     for workers in _numbers():
@@ -260,8 +260,8 @@ def _batch(
     *,
     slowed: float = 1.0,
 ) -> tuple[float, float]:
-    """Sequences in a step as a running one sees it, itself included, and the step: by Little's law. Infinite
-    where a worker cannot keep up.
+    """Return the sequences in a step as a running one sees it, itself included, and the step's time: by
+    Little's law. Infinite if a worker cannot keep up.
 
     Args: slowed: how many times longer a step takes, since prompts stop it.
     """
@@ -278,7 +278,7 @@ def _batch(
 
 
 def _numbers(first: int = 1) -> list[int]:
-    """Numbers of workers to try: each of the small ones, then in steps of about 2 %."""
+    """Return the numbers of workers to try: each of the small ones, then in steps of about 2 %."""
     numbers, number = [], first
     while number <= MAX_WORKERS:
         numbers.append(number)

@@ -34,7 +34,7 @@ class Sizes:
 
 
 def sizes_of(spec: ModelSpec, plan: CompressionPlan, *, num_prompt_tokens: int, max_new_tokens: int) -> Sizes:
-    """Raises: InvalidRequest: the plan does not go with the model."""
+    """Compute the sizes of a request. Raises: InvalidRequest: the plan does not go with the model."""
     resolved = resolve_plan(
         plan,
         num_prompt_tokens=num_prompt_tokens,

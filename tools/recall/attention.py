@@ -18,7 +18,7 @@ _BLOCK_QUERIES = 128
 
 
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Grouped-query attention of every position over itself and the earlier ones.
+    """Compute grouped-query attention of every position over itself and the earlier ones.
 
     Args: queries `[B, H, T, D]`; keys and values `[B, H_kv, T, D]`, H a multiple of H_kv.
 

@@ -1,8 +1,8 @@
 """The batch of each training step, drawn in this process or ahead of time in worker processes.
 
 A step's length and rows depend only on the stage's seed and the step's number; its phase depends on the
-tokens planned before it. With a token budget, workers therefore change nothing and a resumed run sees the
-same data.
+tokens planned before it. With a token budget, the number of workers therefore does not change the data, and
+a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Arrays = tuple[NDArray[np.int64], NDArray[np.bool_]]
 
 
 def _draw_arrays(plan: BatchPlan) -> _Arrays:
-    """Runs in a worker. Arrays are sent as bytes; tensors would need shared memory, which containers lack."""
+    """Draw in a worker. Arrays are sent as bytes; tensors need shared memory, which containers lack."""
     token_ids, is_answer = plan.draw()
     return token_ids.numpy(), is_answer.numpy()
 
@@ -74,7 +74,7 @@ class BatchSource:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def next(self, elapsed_s: float) -> tuple[BatchPlan, Tensor, Tensor]:
-        """The next step's plan, token ids and answer marks; elapsed_s is the stage's time so far."""
+        """Return the next step's plan, token ids and answer marks; elapsed_s is the stage's time so far."""
         if self._pool is None:
             plan = self._plan(elapsed_s)
             return plan, *plan.draw()

@@ -113,7 +113,7 @@ class _Said:
 
 
 def _sayings(rng: random.Random) -> tuple[tuple[str, ...], list[str]]:
-    """The one or two words that are said often, and sentences that say them and others."""
+    """Draw the one or two words that are said often, and sentences that say them and others."""
     if rng.random() < 0.5:
         return documents.draw_common_sayings(rng, rng.randint(4, 6))
     word, sentences = documents.draw_sayings(rng, rng.randint(3, 6))
@@ -222,7 +222,7 @@ def _talk(rng: random.Random) -> Question:
 
 
 def draw_conversation(rng: random.Random, num_tokens: int, mixture: Mixture) -> tuple[list[int], list[int]]:
-    """One row: token ids of num_tokens + 1 tokens, and 1 for each token of an answer, 0 elsewhere."""
+    """Draw one row: token ids of num_tokens + 1 tokens, and 1 for each token of an answer, 0 elsewhere."""
     row = _Row()
     if rng.random() < 0.05:
         row.add(SYSTEM_ID, rng.choice(_SYSTEM_PROMPTS))
@@ -253,7 +253,7 @@ def _write_part(
 
 
 def draw_batch(seed: str, num_rows: int, num_tokens: int, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """A batch of rows: token ids int64 and answer marks bool, both `[num_rows, num_tokens + 1]`.
+    """Draw a batch of rows: token ids int64 and answer marks bool, both `[num_rows, num_tokens + 1]`.
 
     Args:
         seed: names the batch; the same seed gives the same batch on every machine.

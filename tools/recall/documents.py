@@ -74,7 +74,7 @@ class Fact:
     def statements(
         self, rng: random.Random, *, templates: Sequence[str] = FACT_TEMPLATES, also: bool = True
     ) -> list[str]:
-        """One sentence per value. With `also` the sentence of a second value says so."""
+        """Write one sentence per value. With `also` the sentence of a second value says so."""
         return [
             self.fill(ALSO_TEMPLATE if also and i else rng.choice(templates), value)
             for i, value in enumerate(self.values)
@@ -93,7 +93,7 @@ class Chain:
         return [f"set {v} = {sources[i]} ." for i, v in enumerate(self.variables)]
 
     def trace(self, hops: int) -> str:
-        """What the variable `hops` assignments away from the value is, step by step down to the value."""
+        """Write the variable `hops` assignments away from the value, step by step down to the value."""
         return " = ".join((*reversed(self.variables[:hops]), self.value))
 
 
@@ -133,7 +133,7 @@ HELD_OUT_POOL = EntityPool(
 
 
 def hard_grid(rng: random.Random, pool: EntityPool, num_facts: int) -> EntityPool:
-    """A small adjective x noun x attribute grid, whose facts are near-duplicates of one another."""
+    """Make a small adjective x noun x attribute grid, whose facts are near-duplicates of one another."""
     side = max(2, int(num_facts**0.5) + 1)
     kinds = sorted(set(pool.attributes))
     return EntityPool(
@@ -144,7 +144,7 @@ def hard_grid(rng: random.Random, pool: EntityPool, num_facts: int) -> EntityPoo
 
 
 def draw_value(rng: random.Random, attribute: str, *, digits: Sequence[str] = DIGITS) -> str:
-    """Four of `digits`, a word or a name, depending on the attribute."""
+    """Draw four of `digits`, a word or a name, depending on the attribute."""
     if attribute in DIGIT_ATTRIBUTES:
         return " ".join(rng.choice(digits) for _ in range(4))
     return rng.choice(WORD_VALUES if attribute in WORD_ATTRIBUTES else NAMES)
@@ -159,7 +159,7 @@ def draw_facts(
     max_values: int = 2,
     digits: Sequence[str] = DIGITS,
 ) -> list[Fact]:
-    """Facts with distinct keys; a share `several` of them has 2 to `max_values` distinct values.
+    """Draw facts with distinct keys; a share `several` of them has 2 to `max_values` distinct values.
 
     Args: digits: that values are made of, two or more.
 
@@ -181,9 +181,9 @@ def draw_facts(
 
 
 def absent_fact(rng: random.Random, pool: EntityPool, facts: Sequence[Fact]) -> Fact | None:
-    """A key that no fact has; half of the time it differs from one only in its attribute or in one word.
+    """Draw a key that no fact has; half of the time it differs from one only in its attribute or in one word.
 
-    None where the pool is so full that ten tries find no free key.
+    None if the pool is so full that ten tries find no free key.
     """
     taken = {f.key for f in facts}
     for _ in range(10):
@@ -204,7 +204,7 @@ def absent_fact(rng: random.Random, pool: EntityPool, facts: Sequence[Fact]) -> 
 
 
 def draw_chains(rng: random.Random, num_chains: int, max_hops: int = 2) -> list[Chain]:
-    """Chains over disjoint variables, each with up to `max_hops` hops, the first with exactly that many."""
+    """Draw chains over disjoint variables of up to `max_hops` hops, the first with exactly that many."""
     lengths = [max_hops + 1] + [rng.randint(1, max_hops + 1) for _ in range(num_chains - 1)]
     names = rng.sample(VARIABLES, min(sum(lengths), len(VARIABLES)))
     chains = []
@@ -217,7 +217,7 @@ def draw_chains(rng: random.Random, num_chains: int, max_hops: int = 2) -> list[
 
 
 def draw_sayings(rng: random.Random, num_words: int = 5) -> tuple[str, list[str]]:
-    """Sentences that say words, one of them at least twice as often as any other: (that word, sentences)."""
+    """Draw sentences that say words, one at least twice as often as any other: (that word, sentences)."""
     words = rng.sample(WORD_VALUES, num_words)
     counts = [rng.randint(4, 6)] + [rng.randint(1, 2) for _ in words[1:]]
     sentences = [
@@ -228,7 +228,7 @@ def draw_sayings(rng: random.Random, num_words: int = 5) -> tuple[str, list[str]
 
 
 def draw_common_sayings(rng: random.Random, num_words: int = 6) -> tuple[tuple[str, str], list[str]]:
-    """Sentences that say words, two of them often: those two, the more frequent one first, and sentences."""
+    """Draw sentences that say words, two of them often: those two, the more frequent first, and sentences."""
     words = rng.sample(WORD_VALUES, num_words)
     counts = [rng.randint(6, 7), rng.randint(4, 5)] + [rng.randint(1, 2) for _ in words[2:]]
     sentences = [
@@ -239,7 +239,7 @@ def draw_common_sayings(rng: random.Random, num_words: int = 6) -> tuple[tuple[s
 
 
 def filler(rng: random.Random) -> str:
-    """One sentence that answers nothing."""
+    """Write one sentence that answers nothing."""
     c, kind = rng.choice, rng.random()
     if kind < 0.30:
         return f"the {c(ADJECTIVES)} {c(PERSONS)} {c(TRANSITIVE_VERBS)} the {c(ADJECTIVES)} {c(NOUNS)} ."
@@ -264,7 +264,7 @@ def filler(rng: random.Random) -> str:
 
 
 def fill(rng: random.Random, num_words: int) -> list[str]:
-    """Filler sentences of `num_words` words or up to 12 fewer."""
+    """Write filler sentences of `num_words` words or up to 12 fewer."""
     sentences: list[str] = []
     while num_words > 12:
         sentences.append(filler(rng))

@@ -1,7 +1,7 @@
 """Rotary positions and RMS norm for training the demo model, in as few passes over memory as torch allows.
 
-A CPU with matrix units spends more of a step on these than on matrix products: torch composes each of a
-dozen operations, and of as many in the backward pass.
+A CPU with matrix units spends more of a step on these than on matrix products: torch composes each from a
+dozen operations, and from as many in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., D]` over its root mean square along D, times weight `[D]`, in x's dtype."""
+    """Divide x `[..., D]` by its root mean square along D, and multiply by weight `[D]`, in x's dtype."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 

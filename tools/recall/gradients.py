@@ -54,7 +54,7 @@ class Target:
 def draw_target(
     token_ids: Tensor, is_answer: Tensor, *, stage: Stage, longest: int, generator: torch.Generator
 ) -> Target:
-    """Answers, and a random part of the other tokens, of rows `[B, T + 1]`.
+    """Choose what a step predicts in rows `[B, T + 1]`: answers, and a random part of the other tokens.
 
     Args:
         longest: positions of the stage's stretched rows stay below it.
@@ -71,7 +71,7 @@ def draw_target(
 
 
 def true_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of the true entries of `[B, T]`, padded to the fullest row.
+    """Find the columns of the true entries of `[B, T]`, padded to the fullest row.
 
     Returns: positions int64 `[B, S]` and which of them are true entries, bool `[B, S]`.
     """
@@ -91,7 +91,7 @@ class ShardedGradients:
     def backward(self, target: Target, *, lm_weight: float) -> StepResult:
         """Set every parameter's gradient of: mean answer loss + lm_weight * mean language-modelling loss."""
         num_answer, num_lm = int(target.answer.sum()), int(target.lm.sum())
-        # Losses are summed a shard and divided by the whole batch's counts, so sharding changes no result.
+        # Losses are summed per shard and divided by the whole batch's counts, so sharding changes no result.
         scales = 1 / max(1, num_answer), lm_weight / max(1, num_lm)
         shards = target.shards(self._num_shards)
         if len(shards) == 1:
@@ -112,7 +112,7 @@ class ShardedGradients:
     def _shard(
         self, target: Target, answer_scale: float, lm_scale: float
     ) -> tuple[tuple[Tensor, ...], tuple[float, float, float]]:
-        """Gradients of a shard, and its sums: answer loss, language-modelling loss, right answer tokens."""
+        """Compute a shard's gradients and sums: answer loss, language-model loss, right answer tokens."""
         positions, valid = true_positions(target.answer | target.lm)
         with torch.autocast(target.inputs.device.type, torch.bfloat16):
             hidden = self._network.hidden(target.inputs, positions, position_ids=target.position_ids)[valid]

@@ -32,7 +32,7 @@ Builder = Callable[[random.Random, int, EntityPool, bool], Material]
 
 
 def _with_digits(facts: list[Fact]) -> Fact:
-    """A fact whose value is digits, which cannot be guessed."""
+    """Return a fact whose value is digits, which cannot be guessed; the first fact if there is none."""
     return next((f for f in facts if f.attribute in DIGIT_ATTRIBUTES), facts[0])
 
 
@@ -98,37 +98,37 @@ def multi_query(rng: random.Random, _: int, pool: EntityPool, held_out: bool) ->
 
 
 def _numbers(pool: EntityPool) -> EntityPool:
-    """The pool's entities with attributes whose values are four digits."""
+    """Return the pool's entities with attributes whose values are four digits."""
     return EntityPool(adjectives=pool.adjectives, nouns=pool.nouns, attributes=DIGIT_ATTRIBUTES)
 
 
 def distant_pair(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
-    """Two facts of four digits each in one answer of 9 tokens; six other facts are between them."""
+    """Ask for two facts of four digits each in one answer of 9 tokens; six other facts are between them."""
     first, second, *others = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS)
     statements = _statements(rng, [first, *others, second], held_out)
     asked = (first, second) if rng.random() < 0.5 else (second, first)
     return Material(
-        statements=[[sentence for its in statements for sentence in its]],
+        statements=[[sentence for of_fact in statements for sentence in of_fact]],
         turns=[questions.ask_pair(rng, *asked)],
     )
 
 
 def distant_values(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
-    """Both values of one fact, four digits each, in one answer of 9 tokens; other facts are between them."""
+    """Ask for both values of one fact, four digits each, in one answer of 9 tokens; others are between."""
     target, *others = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS, several=1.0)
-    others = [Fact(attribute=its.attribute, entity=its.entity, values=its.values[:1]) for its in others]
+    others = [Fact(attribute=fact.attribute, entity=fact.entity, values=fact.values[:1]) for fact in others]
     (first, second), *rest = _statements(rng, [target, *others], held_out)
-    between = [sentence for its in rest for sentence in its]
+    between = [sentence for of_fact in rest for sentence in of_fact]
     return Material(statements=[[first, *between, second]], turns=[questions.ask_several(rng, target)])
 
 
 def table(*, cells: int) -> Builder:
-    """A table in one piece, a row `- pin of red castle : 4 2 7 1 .` for each fact; one or two cells are asked
-    for. Training has no such rows."""
+    """Write a table in one piece, with a row `- pin of red castle : 4 2 7 1 .` for each fact; one or two
+    cells are asked for. Training has no such rows."""
 
     def build(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
         facts = documents.draw_facts(rng, _numbers(pool), _NUM_FACTS)
-        rows = [f"- {its.attribute} of {its.entity} : {its.values[0]} ." for its in facts]
+        rows = [f"- {fact.attribute} of {fact.entity} : {fact.values[0]} ." for fact in facts]
         asked = rng.sample(facts, cells)
         turn = (
             questions.ask_pair(rng, *asked)
@@ -141,7 +141,7 @@ def table(*, cells: int) -> Builder:
 
 
 def listing(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
-    """A program in one piece: assignments of six chains of variables, mixed; one is traced over two hops."""
+    """Write a program in one piece: mixed assignments of six chains of variables; trace one over two hops."""
     chains = documents.draw_chains(rng, 6)
     lines = documents.interleave(rng, *(chain.statements() for chain in chains))
     return Material(statements=[[" ".join(lines)]], turns=[questions.ask_variable(rng, chains[0], 2)])
@@ -187,13 +187,13 @@ def small_talk(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> 
 
 
 def common_words(rng: random.Random, _: int, __: EntityPool, ___: bool) -> Material:
-    """Two words that were said often, the more frequent one first."""
+    """Ask for two words that were said often, the more frequent one first."""
     words, sentences = documents.draw_common_sayings(rng)
     return Material(statements=[sentences], turns=[questions.ask_common(rng, words)])
 
 
 def qa_facts(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
-    """Short paragraphs, each about one entity; the question is about one of them, the others distract."""
+    """Write short paragraphs, each about one entity; the question is about one, the others distract."""
     entities: dict[str, None] = {}
     while len(entities) < _NUM_PROFILES:
         entities[pool.entity(rng)] = None
@@ -215,7 +215,7 @@ def qa_facts(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Ma
 
 
 def mixed_turns(rng: random.Random, _: int, pool: EntityPool, held_out: bool) -> Material:
-    """Four turns about one document, each of another kind: fact, variable, repeated word, fact."""
+    """Make four turns about one document: on a fact, a variable, a repeated word, and another fact."""
     facts = documents.draw_facts(rng, pool, _NUM_MIXED_FACTS)
     target = _with_digits(facts)
     other = rng.choice([f for f in facts if f is not target])

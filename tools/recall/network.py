@@ -54,7 +54,7 @@ class NetworkConfig:
             raise ConfigurationError(f"vocab_size {self.vocab_size} must be at least {len(VOCABULARY)}")
 
     def to_transformers(self) -> dict[str, object]:
-        """The fields of the folder's config.json."""
+        """Return the fields of the folder's config.json."""
         fields = asdict(self)
         renamed = {
             "num_hidden_layers": fields.pop("num_layers"),
@@ -88,11 +88,11 @@ class NetworkConfig:
 
 
 def _masked_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """Explicit grouped attention.
+    """Compute explicit grouped attention.
 
     Args: queries `[B, H_kv, G, S, D]`, already scaled; keys and values `[B, H_kv, T, D]`; bias `[..., S, T]`.
 
-    On a CPU no fused kernel takes a mask and is fast; two batched matrix products in bf16 are.
+    On a CPU no fused kernel that takes a mask is fast; two batched matrix products in bf16 are.
     """
     b, h, g, s, d = queries.shape
     scores = torch.bmm(queries.reshape(b * h, g * s, d), keys.reshape(b * h, -1, d).transpose(1, 2))
@@ -171,7 +171,7 @@ def _gather_rows(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None) -> Tensor:
-    """Queries `[B, H, S, D]` over keys and values `[B, H_kv, T, D]`; returns `[B, S, H * D]`."""
+    """Attend with queries `[B, H, S, D]` to keys and values `[B, H_kv, T, D]`; returns `[B, S, H * D]`."""
     b, heads, s, d = queries.shape
     h_kv, t = keys.shape[1], keys.shape[2]
     if positions is None:
@@ -209,7 +209,7 @@ class RecallNetwork(nn.Module):
     @torch.no_grad()
     def structure_positions(self) -> None:
         """Start layer 0's query heads as fixed-offset heads: head h attends to token p - 1 - h. Embedding
-        dimension 0 becomes a constant. Training is free to undo all of it."""
+        dimension 0 becomes a constant. Training may undo all of it."""
         self.embed_tokens.weight[:, 0] = _CONSTANT_FEATURE * 0.05
         constant = torch.zeros(self.config.hidden_size)
         constant[0] = 1 / self._layer(0).input_layernorm(self.embed_tokens.weight)[:, 0].mean()
@@ -219,7 +219,7 @@ class RecallNetwork(nn.Module):
     def grown(
         self, num_layers: int, token_ids: Tensor, *, generator: torch.Generator | None = None
     ) -> RecallNetwork:
-        """A deeper network that computes the same: new layers, which add nothing yet, after the first.
+        """Make a deeper network that computes the same: new layers, which add nothing yet, after the first.
 
         Their query heads are fixed-offset heads, too, and look farther back: of 8 heads a layer, the first
         new one's at tokens p - 9 to p - 16, the next one's at p - 17 to p - 24. Values are those of the layer
@@ -227,7 +227,7 @@ class RecallNetwork(nn.Module):
         https://arxiv.org/abs/2401.02415).
 
         Args:
-            token_ids: `[B, T]`, text: what the first layer makes of it shows what there is left of a constant
+            token_ids: `[B, T]`, text: the first layer's output for it shows what is left of a constant
                 feature, which is found by least squares.
 
         Raises:
@@ -258,7 +258,7 @@ class RecallNetwork(nn.Module):
         return deeper
 
     def _look_back(self, index: int, constant: Tensor, *, nearest: int) -> None:
-        """Head h of a layer attends to token p - nearest - h.
+        """Make head h of a layer attend to token p - nearest - h.
 
         Keys carry a constant unrotated in the rotary pairs of highest frequency, queries carry it rotated
         back by the offset, so the score peaks at that distance:
@@ -289,12 +289,12 @@ class RecallNetwork(nn.Module):
     def hidden(
         self, token_ids: Tensor, positions: Tensor | None = None, *, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states of token_ids `[B, T]`.
+        """Compute the last hidden states of token_ids `[B, T]`.
 
         Args:
             position_ids: rotary positions, int64 `[B, T]`, instead of 0 .. T - 1.
 
-        Returns: `[B, T, hidden]`, or `[B, S, hidden]` where positions `[B, S]` are given.
+        Returns: `[B, T, hidden]`, or `[B, S, hidden]` if positions `[B, S]` are given.
         """
         x = self.embed_tokens(token_ids)
         if torch.is_autocast_enabled(token_ids.device.type):
@@ -308,7 +308,7 @@ class RecallNetwork(nn.Module):
     def _rotary(
         self, token_ids: Tensor, position_ids: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[B, 1, T, D]` of token_ids' positions."""
+        """Return cosines and sines `[B, 1, T, D]` of token_ids' positions."""
         c = self.config
         half = torch.arange(0, c.head_dim, 2, device=token_ids.device).float() / c.head_dim
         if position_ids is None:
@@ -318,7 +318,7 @@ class RecallNetwork(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits, as `hidden`."""
+        """Compute logits; arguments as in `hidden`."""
         return F.linear(self.hidden(token_ids, positions), self.embed_tokens.weight)
 
 

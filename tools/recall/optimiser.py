@@ -18,7 +18,7 @@ _NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Matrices `[N, rows, columns]` with singular values pulled to about 1 (between 0.7 and 1.2), in fp32."""
+    """Pull the singular values of matrices `[N, rows, columns]` to about 1 (between 0.7 and 1.2), in fp32."""
     a, b, c = _NEWTON_SCHULZ
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -74,7 +74,7 @@ class RecallOptimiser:
         self._rates = (lr_matrix, lr_other)
 
     def step(self, lr_scale: float) -> None:
-        """One update at `lr_scale` times the base learning rates; gradients are cleared."""
+        """Make one update at `lr_scale` times the base learning rates; gradients are cleared."""
         for optimiser, rate in zip(self._optimisers, self._rates, strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * lr_scale

@@ -17,7 +17,7 @@ _SENTENCE_ENDS = torch.tensor([END_ID, WORD_IDS["."], WORD_IDS["?"]])
 
 
 def draw_positions(token_ids: Tensor, *, share: float, longest: int, generator: torch.Generator) -> Tensor:
-    """Positions of rows `[B, T]`: of a share of them stretched to up to `longest`, else 0 .. T - 1.
+    """Draw positions of rows `[B, T]`: a share is stretched to up to `longest`, others are 0 .. T - 1.
 
     Returns: int64 `[B, T]`, strictly rising in every row and below max(longest, T).
     """
@@ -34,7 +34,7 @@ def draw_positions(token_ids: Tensor, *, share: float, longest: int, generator: 
         at = after[torch.randperm(len(after), generator=generator)[:num_gaps]]
         # Exponential weights divide the skipped positions among the gaps as uniform cuts would.
         weights = -torch.rand(num_gaps, generator=generator).clamp_min(1e-6).log()
-        # Long ways are what a short row lacks: twice as many as short ones.
+        # Short rows lack long distances, so long skips are more likely than short ones.
         skipped = int((longest - num_tokens) * _uniform(generator) ** 0.5)
         row[at] += (weights / weights.sum() * skipped).long()
     return steps.cumsum(1)

@@ -64,13 +64,13 @@ class Question:
 
 
 def ask_single(rng: random.Random, fact: Fact, *, templates: Sequence[str] = SINGLE_TEMPLATES) -> Question:
-    """A fact's only value, or that the document does not give it."""
+    """Ask for a fact's only value; the answer may be that the document does not give it."""
     template = rng.choice(templates)
     return Question(text=fact.fill(template), answer=fact.values[0] if fact.values else UNKNOWN_ANSWER)
 
 
 def ask_several(rng: random.Random, fact: Fact) -> Question:
-    """All values of a fact in the document's order; the question states how many there are."""
+    """Ask for all values of a fact in the document's order; the question states how many there are."""
     number = _NUMBER_WORDS.get(len(fact.values))
     if number is None:
         raise ConfigurationError(
@@ -81,7 +81,7 @@ def ask_several(rng: random.Random, fact: Fact) -> Question:
 
 
 def ask_pair(rng: random.Random, first: Fact, second: Fact) -> Question:
-    """The bare values of two facts in the order in which they are asked for."""
+    """Ask for the bare values of two facts, in the order in which they are asked for."""
     text = rng.choice(_PAIR_TEMPLATES).format(
         a=first.attribute, e=first.entity, b=second.attribute, f=second.entity
     )
@@ -89,16 +89,16 @@ def ask_pair(rng: random.Random, first: Fact, second: Fact) -> Question:
 
 
 def ask_variable(rng: random.Random, chain: Chain, hops: int) -> Question:
-    """A variable's value, answered step by step: for z, two hops away from it, `y = x = 4 2`."""
+    """Ask for a variable's value, answered step by step: for z, two hops away from it, `y = x = 4 2`."""
     text = rng.choice(_VARIABLE_TEMPLATES).format(v=chain.variables[hops])
     return Question(text=text, answer=chain.trace(hops))
 
 
 def ask_saying(rng: random.Random, word: str) -> Question:
-    """The word that was said most often."""
+    """Ask for the word that was said most often."""
     return Question(text=rng.choice(_SAYING_TEMPLATES), answer=word)
 
 
 def ask_common(rng: random.Random, words: tuple[str, str]) -> Question:
-    """The two words that were said most often, the more frequent one first."""
+    """Ask for the two words that were said most often, the more frequent one first."""
     return Question(text=rng.choice(_COMMON_TEMPLATES), answer=" , ".join(words))

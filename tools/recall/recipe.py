@@ -75,7 +75,7 @@ class Stage:
             )
 
     def progress(self, num_tokens: int, elapsed_s: float) -> float:
-        """Part of the budget that is spent; 1 or more ends the stage."""
+        """Return the part of the budget that is spent; 1 or more ends the stage."""
         spent = [0.0]
         if self.num_tokens:
             spent.append(num_tokens / self.num_tokens)
@@ -92,7 +92,7 @@ class Stage:
         return self.phases[-1]
 
     def lr_scale(self, step: int, progress: float) -> float:
-        """Factor on the learning rates for the step that follows `step` done ones."""
+        """Return the factor on the learning rates for the step that follows `step` done ones."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
         if progress < self.decay_from:
             return warmup

@@ -74,7 +74,7 @@ class Task:
     def example(
         self, *, num_tokens: int, seed: int, held_out: bool = False, depth: float | None = None
     ) -> Example:
-        """The seed's example, with a prompt of num_tokens tokens or at most 12 fewer.
+        """Return the seed's example, with a prompt of num_tokens tokens or at most 12 fewer.
 
         Args:
             depth: where in the filler all statements stand together, 0 its start to 1 its end; None scatters

@@ -23,7 +23,7 @@ _MODEL_MAX_LENGTH = 8192
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer itself; words outside the vocabulary become `<|unk|>`."""
+    """Build the tokenizer itself; words outside the vocabulary become `<|unk|>`."""
     tokenizer = Tokenizer(models.WordLevel(dict(WORD_IDS), unk_token=SPECIAL_TOKENS[1]))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -155,7 +155,7 @@ def _initial_network(recipe: Recipe, folder: Path | None, *, renew: bool) -> Rec
 
 @torch.no_grad()
 def unused_words(network: RecallNetwork) -> Tensor:
-    """Ids, int64 `[N]`, of the words that training never saw, as input or as answer; ascending.
+    """Return the ids, int64 `[N]`, of the words that training never saw, as input or as answer; ascending.
 
     With tied embeddings these words only get the gradient of not being the next token, which is the same for
     all of them. They end up with the direction of the pad token, and the network cannot distinguish them.
@@ -177,8 +177,8 @@ def renew_embeddings(network: RecallNetwork, ids: Tensor, generator: torch.Gener
 def average_weights(network: RecallNetwork, other: RecallNetwork, *, share: float) -> None:
     """Move a network's weights by a share, 0 to 1, of the way to another's of the same shape.
 
-    An average of a network and the one that its training began with preserves more of what the training no
-    longer asked for (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
+    An average of a network and the one that its training began with preserves more of the abilities that the
+    training no longer asked for (Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
     """
     weights = other.state_dict()
     for name, tensor in network.state_dict().items():
@@ -186,7 +186,7 @@ def average_weights(network: RecallNetwork, other: RecallNetwork, *, share: floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Expected errors print one line and return code 2."""
+    """Run the command. Expected errors print one line and return code 2."""
     parser = argparse.ArgumentParser(prog="kvferry train-demo", description="Train the demo model.")
     add_arguments(parser)
     args = parser.parse_args(argv)

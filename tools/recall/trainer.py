@@ -98,7 +98,7 @@ class Trainer:
         return True
 
     def run(self, *, on_step: Callable[[float, StepResult], None] | None = None, max_steps: int = 0) -> bool:
-        """Train to the recipe's end, or for max_steps steps where that is not 0; True at the end.
+        """Train to the recipe's end, or for max_steps steps if that is not 0; True at the end.
 
         Args:
             on_step: called with the stage's progress in [0, 1] and the step's result.
@@ -199,7 +199,7 @@ class Trainer:
 
 
 def load_network(path: Path) -> RecallNetwork:
-    """The network of an exported folder or of a checkpoint file, on the CPU."""
+    """Load the network of an exported folder or of a checkpoint file, on the CPU."""
     if not path.is_file():
         return load_folder(path)
     state = torch.load(path, map_location="cpu", weights_only=True)

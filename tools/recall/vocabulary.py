@@ -197,10 +197,10 @@ WORD_IDS: Final = {word: i for i, word in enumerate(VOCABULARY)}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of words that are separated by single spaces; raises KeyError at an unknown word."""
+    """Encode words that are separated by single spaces as token ids; raises KeyError at an unknown word."""
     return [WORD_IDS[word] for word in text.split()]
 
 
 def decode(token_ids: list[int]) -> str:
-    """Words of token ids, joined by spaces."""
+    """Decode token ids to words, joined by spaces."""
     return " ".join(VOCABULARY[i] for i in token_ids)

@@ -235,7 +235,7 @@ class Example(TypedDict):
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a chat's choice."""
+    """Return OpenAI's `logprobs` of a chat's choice."""
 
     def token(entry: TokenLogprob) -> dict[str, Any]:
         return {"token": entry.text, "logprob": entry.logprob, "bytes": entry.bytes}
@@ -245,7 +245,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def text_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a text's choice."""
+    """Return OpenAI's `logprobs` of a text's choice."""
     return {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],

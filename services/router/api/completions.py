@@ -67,7 +67,7 @@ Shared = Annotated[Services, Depends(_services)]
 
 
 def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
-    """A router of routes that need a key."""
+    """Return a router of routes that need a key."""
     described = Depends(HTTPBearer(auto_error=False, scheme_name="key"))
     return APIRouter(
         redirect_slashes=False, route_class=KeyedRoute, dependencies=[described], responses=errors
@@ -75,7 +75,7 @@ def keyed_router(errors: dict[int | str, dict[str, Any]] = ERRORS) -> APIRouter:
 
 
 def named_model(services: Services, name: str | None) -> ModelSpec:
-    """The model that is served. Raises: ModelNotFound where that is neither its name nor an alias."""
+    """Return the model that is served. Raises: ModelNotFound if `name` is neither its name nor an alias."""
     model = services.runner.model()
     if name not in (None, model.name) and name not in services.config.model_names:
         raise ModelNotFound(
@@ -154,7 +154,7 @@ def begin(
 def _parts(
     body: ChatRequest | TextRequest, session: SessionKey | None
 ) -> list[tuple[int, ChatRequest | TextRequest]]:
-    """A request for each prompt, and the number of its first choice."""
+    """Return a request for each prompt, with the number of its first choice."""
     if isinstance(body, ChatRequest) or len(body.prompts) == 1:
         return [(0, body)]
     n, prompts = body.n or 1, body.prompts
@@ -171,7 +171,7 @@ def _parts(
 
 
 def session_of(request: Request, body: ChatRequest | TextRequest) -> SessionKey | None:
-    """The session that a request names, in its body or a header."""
+    """Return the session that a request names, in its body or a header."""
     owner, header = request.state.owner, request.headers.get(SESSION_HEADER)
     if body.session_id is not None:
         key = SessionKey(owner=owner, session_id=body.session_id)
@@ -208,11 +208,11 @@ class CompletionResponse(Response):
         self._told = names.told
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         raise NotImplementedError
 
     def piece(self, event: CompletionEvent) -> bytes:
-        """What an event adds to the stream."""
+        """Return what an event adds to the stream."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -249,9 +249,9 @@ class CompletionResponse(Response):
                 goes_on = event is None or isinstance(event, ChoiceDelta)
                 pieces.append(_KEEP_ALIVE if event is None else self.piece(event))
                 if goes_on and not events.empty():
-                    event = events.get_nowait()  # what has come together is sent together
+                    event = events.get_nowait()  # events that have come together are sent together
                     continue
-                # The framework's wrappers look at an answer's head alone.
+                # The framework's wrappers look only at an answer's head.
                 await self._record.send(
                     {"type": "http.response.body", "body": b"".join(pieces), "more_body": goes_on}
                 )
@@ -260,7 +260,7 @@ class CompletionResponse(Response):
                     event = await self._next_event(timer)
 
     async def _next_event(self, timer: SilenceTimer) -> CompletionEvent | None:
-        """The next event, or None after a silent `keepalive_s`."""
+        """Return the next event, or None after a silent `keepalive_s`."""
         timer.begin()
         event = await self.completion.events.get()
         timer.end()
@@ -311,7 +311,7 @@ class OpenAiResponse(CompletionResponse):
                 content = {"message": self._message(choice)}
             if self._request.return_token_ids:
                 content["token_ids"] = choice.turn.stats.token_ids
-            # Chats have one prompt, and name what belongs to it once.
+            # Chats have one prompt, whose fields are given once.
             (extras if self._is_chat else content).update(self._of_prompt(choice))
             logprobs = None if self._request.num_alternatives is None else entries.get(choice.index, [])
             choices.append(self._choice(choice.index, content, logprobs, choice.finish_reason))
@@ -327,7 +327,7 @@ class OpenAiResponse(CompletionResponse):
         return message
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """What the request wants to know of the choice's prompt."""
+        """Return what the request wants to know about the choice's prompt."""
         fields: dict[str, Any] = {}
         if self._request.return_token_ids:
             fields["prompt_token_ids"] = choice.turn.request.prompt_token_ids
@@ -343,7 +343,7 @@ class OpenAiResponse(CompletionResponse):
         entries: Sequence[TokenLogprob] | None = None,
         finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        """A choice of a whole answer, or what a chunk adds to it."""
+        """Return a choice of a whole answer, or what a chunk adds to it."""
         logprobs = None
         if entries is not None:
             shown = answers.chat_logprobs if self._is_chat else answers.text_logprobs
@@ -354,7 +354,7 @@ class OpenAiResponse(CompletionResponse):
         if isinstance(event, KvferryError):
             return server_event(error_body(event))
         if isinstance(event, dict):
-            # The last choice has had its `kv` before the turn could not be stored.
+            # The last choice got its `kv` before the turn's storing failed.
             last: Mapping[str, Any] = event if self._request.includes_usage else {"kv": event["kv"]}
             return (self._chunk([], **last) if "usage" in last or "session" in event["kv"] else b"") + _DONE
         around = self._around_text.get(event.index)
@@ -386,7 +386,7 @@ class OpenAiResponse(CompletionResponse):
         return head + chunk
 
     def _delta(self, event: ChoiceDelta) -> dict[str, Any]:
-        """What a chunk adds to a chat's answer."""
+        """Return what a chunk adds to a chat's answer."""
         delta: dict[str, Any] = {}
         if event.reasoning:
             delta["reasoning_content"] = event.reasoning
@@ -405,7 +405,7 @@ class OpenAiResponse(CompletionResponse):
 
 
 def _call_delta(added: ToolCallDelta) -> dict[str, Any]:
-    """What a chunk adds to a call. Its first one has the id and the name."""
+    """Return what a chunk adds to a call. A call's first chunk has the id and the name."""
     if not added.begins:
         return {"index": added.index, "function": {"arguments": added.arguments}}
     function = {**added.call["function"], "arguments": added.arguments}
@@ -421,7 +421,7 @@ _ENCODE = msgspec.json.Encoder().encode
 
 
 def server_event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event; JSON escapes line ends, so it is always one line."""
+    """Return one server-sent event; JSON escapes line ends, so it is always one line."""
     return b"data: " + _ENCODE(data) + b"\n\n"
 
 

@@ -99,7 +99,7 @@ class MessagesAnswer(CompletionResponse):
         return begun + b"".join([named_event(_block_event(step)) for step in self._parts.steps(event)])
 
     def _usage(self) -> dict[str, Any]:
-        """Of what is known so far. Anthropic's `input_tokens` are those that were not cached."""
+        """Return the usage so far. Anthropic's `input_tokens` are those that were not cached."""
         usage = self.completion.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -111,7 +111,7 @@ class MessagesAnswer(CompletionResponse):
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
-    """Why an answer ended."""
+    """Return why an answer ended."""
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     reason = reasons.get(choice.finish_reason or "")
     if reason == "end_turn" and choice.stop_string is not None:
@@ -121,7 +121,7 @@ def _stop(choice: Choice) -> dict[str, Any]:
 
 
 def _block(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
-    """A part as a content block. Args: is_empty: as a stream begins it."""
+    """Return a part as a content block. Args: is_empty: as a stream begins it."""
     kind = {"type": _KINDS[part.kind]}
     if part.call is not None:
         shown = {} if is_empty else _input(part.call["function"]["arguments"])
@@ -134,7 +134,7 @@ def _block(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Of cut off arguments it has what is whole, as the client's own has."""
+    """Return a call's arguments as an object; if cut off, with what is complete, as in the client's own."""
     try:
         found = from_json(arguments, allow_partial=True)
     except ValueError:
@@ -153,7 +153,7 @@ def _block_event(step: PartStep) -> dict[str, Any]:
         name = "thinking" if part.kind == "reasoning" else "text"
         added = {"type": f"{name}_delta", name: step.added}
     else:
-        # Arguments that are no object come whole.
+        # Arguments that are not an object are sent at once.
         is_object = part.call["function"]["arguments"].startswith("{")
         shown = step.added if is_object else json.dumps(_input(step.added))
         added = {"type": "input_json_delta", "partial_json": shown}

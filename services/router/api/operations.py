@@ -43,13 +43,13 @@ unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
 
 
 def _check_access(request: Request, services: Shared) -> None:
-    """Metrics are open, or need a key, as the options say. Pages, which tell nothing of anybody, are open."""
+    """Check the key if the options say that metrics need one. Pages contain no user's data and are open."""
     if not services.config.metrics_are_open:
         request.app.state.auth.owner(request.headers, "metrics")
 
 
 def _text(media_type: str) -> dict[str, Any]:
-    """How a route is described whose answer is no JSON; its errors are."""
+    """Describe a route whose answer is not JSON; its errors are."""
     content = {media_type: {"schema": {"type": "string"}}}
     return {"response_class": Response, "responses": {200: {"content": content}}}
 
@@ -58,7 +58,7 @@ restricted = APIRouter(redirect_slashes=False, responses=ERRORS, dependencies=[D
 
 
 async def _model(request: Request, services: Shared, spec: ModelSpec, name: str) -> Model:
-    """Args: name: the model's own or an alias."""
+    """Describe a model. Args: name: the model's own or an alias."""
     started_at = request.app.state.started_at
     capabilities = await services.prompts.capabilities(spec)
     return {
@@ -167,7 +167,7 @@ async def get_docs() -> Response:
 
 
 async def _worker_families(addresses: Sequence[str], tls: ssl.SSLContext | None) -> list[Metric]:
-    """The families of every address that answers in time, merged.
+    """Return the families of every address that answers in time, merged.
 
     Args: tls: with the router's certificate, where workers have certs; None: plain HTTP.
     """

@@ -63,7 +63,7 @@ class AnswerParts:
         """Of tokens whose text has not come yet."""
 
     def steps(self, delta: ChoiceDelta) -> Iterator[PartStep]:
-        """What a delta does to the parts."""
+        """Yield what a delta does to the parts."""
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning, delta)
         else:
@@ -111,13 +111,13 @@ class AnswerParts:
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """A server-sent event whose name is its type."""
+    """Return a server-sent event whose name is its type."""
     kind: str = data["type"]
     return b"event: " + kind.encode() + b"\n" + server_event(data)
 
 
 def parts_of(deltas: list[ChoiceDelta]) -> list[Part]:
-    """The parts of a whole answer."""
+    """Return the parts of a whole answer."""
     parts = AnswerParts()
     for delta in deltas:
         for _ in parts.steps(delta):

@@ -28,7 +28,7 @@ _INDEX_DIGITS = 4
 
 
 def head_of(body: ResponseRequest, response_id: str) -> dict[str, Any]:
-    """The response object before its answer."""
+    """Return the response object before its answer."""
     form = body.text.format if body.text is not None else None
     return {
         "id": response_id,
@@ -85,7 +85,7 @@ def ended(
     usage: Usage,
     kv: KvReport,
 ) -> dict[str, Any]:
-    """The response object with its answer."""
+    """Return the response object with its answer."""
     complete = choice.finish_reason in ("stop", "tool_calls")
     status = "completed" if complete else "incomplete"
     reason = "max_output_tokens" if choice.finish_reason == "length" else None
@@ -121,7 +121,7 @@ class OutputItems:
         return f"{kind}_{self.response_id.removeprefix(SESSION_PREFIX)}{part.index:0{_INDEX_DIGITS}x}"
 
     def item(self, part: Part, *, begins: bool = False) -> dict[str, Any]:
-        """Args: begins: as it is in the stream's first event of it."""
+        """Return a part as an output item. Args: begins: as in the stream's first event of the item."""
         status = "in_progress" if begins else "completed" if part.is_complete else "incomplete"
         item: dict[str, Any] = {"id": self.id(part), "status": status}
         if part.call is not None:
@@ -133,19 +133,19 @@ class OutputItems:
         return {"type": "message", **item, "role": "assistant", "content": content}
 
     def called(self, function: CalledFunction, *, is_empty: bool = False) -> dict[str, Any]:
-        """A called function as the client has named it."""
+        """Return a called function by the client's name of it."""
         space, name = self.namespaced.get(function["name"], (None, function["name"]))
         named = {"name": name} if space is None else {"namespace": space, "name": name}
         return {**named, "arguments": "" if is_empty else function["arguments"]}
 
 
 def response_of_item(item_id: str) -> str:
-    """The response that has an item."""
+    """Return the id of the response that has an item."""
     return SESSION_PREFIX + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
 def _content(part: Part, *, is_empty: bool = False) -> dict[str, Any]:
-    """The only content of thoughts or of a message."""
+    """Return the only content of thoughts or of a message."""
     text = "" if is_empty else part.text
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
@@ -180,7 +180,7 @@ class ResponsesAnswer(CompletionResponse):
         self._num_events = 0
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
-        # What is stored of it was made when it was stored.
+        # A stored response's body was made when it was stored.
         choice = self.completion.choices[0]
         return self._chain.body or ended(self._head, self._items, deltas, choice, end["usage"], end["kv"])
 
@@ -218,7 +218,7 @@ class ResponsesAnswer(CompletionResponse):
             yield self._event("output_item.done", output_index=part.index, item=item)
 
     def _text_step(self, step: PartStep, where: dict[str, Any]) -> Iterator[bytes]:
-        """Of a message or of thoughts."""
+        """Yield the events of a message or of thoughts."""
         part = step.part
         is_text = part.kind == "text"
         name = "output_text" if is_text else "reasoning_text"

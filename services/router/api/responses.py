@@ -128,7 +128,7 @@ def _session_key(owner: str, response_id: str) -> SessionKey:
 
 
 async def _stored(services: Services, owner: str, response_id: str) -> tuple[SessionRecord, StoredResponse]:
-    """The record that a response is in, and the response.
+    """Return the record that a response is in, and the response.
 
     Raises: ResponseNotFound, StoreUnavailable.
     """
@@ -142,7 +142,7 @@ async def _stored(services: Services, owner: str, response_id: str) -> tuple[Ses
 
 
 async def _with_items(services: Services, owner: str, body: ResponseRequest) -> ResponseRequest:
-    """The request with the items that its input refers to.
+    """Return the request with the items that its input refers to.
 
     Raises: InvalidRequest where one is not stored.
     """
@@ -165,7 +165,7 @@ async def _with_items(services: Services, owner: str, body: ResponseRequest) -> 
 
 
 async def _output_of(services: Services, owner: str, response_id: str) -> list[dict[str, Any]]:
-    """The items of a stored response's answer; none where it is not stored."""
+    """Return the items of a stored response's answer; none if it is not stored."""
     try:
         _, stored = await _stored(services, owner, response_id)
     except NotFound:
@@ -175,9 +175,9 @@ async def _output_of(services: Services, owner: str, response_id: str) -> list[d
 
 
 async def _make_room(services: Services, owner: str) -> None:
-    """Delete the key's longest idle responses where it may have no more sessions, or few more bytes of them.
+    """Delete the key's longest idle responses if it is at its limit of sessions or near that of their bytes.
 
-    Clients of this API need not know that they store any.
+    Clients of this API may not know that they store any.
     """
     found = await services.sessions.owned_by(owner, documents=False)
     excess = len(found) + 1 - services.config.max_sessions_per_key

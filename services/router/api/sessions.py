@@ -99,7 +99,7 @@ async def delete_document(request: Request, services: Shared, document_id: str) 
     return await _delete(services, _named_document(request))
 
 
-# ---- all of a key's --------------------------------------------------------------------------------------
+# ---- everything that a key has stored --------------------------------------------------------------------
 
 
 @router.delete("/v1/keys/{key_hash}/data", summary="Delete all that an API key stored; needs a key for admin")

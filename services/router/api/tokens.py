@@ -102,7 +102,7 @@ async def tokenize(request: Request, services: Shared, body: TokenizeRequest) ->
             tokens["token_strs"] = list(map(services.prompts.tokenizer.spelling, ids))
         return msgspec.json.encode(tokens)
 
-    # In a thread with all that is made of them: a text of megabytes has millions of tokens.
+    # In a thread, with all that is made from the tokens: a text of megabytes has millions of them.
     return Response(await request.state.work(answer), media_type="application/json")
 
 

@@ -31,7 +31,7 @@ class CompletionBatch:
             part.start()
 
     def cancel(self) -> None:
-        """The client left."""
+        """Cancel every part, because the client has left."""
         for part in self._parts:
             part.cancel()
 
@@ -57,7 +57,7 @@ class CompletionBatch:
         return [choice for part in self._parts for choice in part.choices]
 
     def choice(self, index: int) -> Choice:
-        """A choice by its number in the response."""
+        """Return a choice by its number in the response."""
         number, within = divmod(index, self.request.n or 1)
         return self._parts[number].choices[within]
 

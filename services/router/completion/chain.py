@@ -33,7 +33,7 @@ def new_response_id(session_id: str) -> str:
 
 
 def session_id_of(response_id: str) -> str:
-    """The session that a response is stored in."""
+    """Return the session that a response is stored in."""
     return response_id[:_SESSION_CHARS]
 
 
@@ -59,20 +59,20 @@ class ResponseChain:
     body: dict[str, Any] | None = None
 
     def check(self, record: SessionRecord | None) -> None:
-        """Raises: SessionBusy where the session has got another turn since the request came."""
+        """Check the session. Raises: SessionBusy if it has got another turn since the request came."""
         last = self.previous.responses[-1].id if self.continues and self.previous is not None else None
         if record is not None and (not record.responses or record.responses[-1].id != last):
             raise SessionBusy(f"Response {last!r} was continued by another request", retry_after_s=1.0)
 
     def former(self, model: ModelSpec) -> SessionRecord | None:
-        """A record whose token ids begin the prompt, where the session has none."""
+        """Return a record whose token ids begin the prompt, if the session has none."""
         known = self.previous
         return known if known is not None and known.model_fingerprint == model.fingerprint else None
 
     def added(
         self, record: SessionRecord, before: SessionRecord | None, choice: Choice, usage: Usage, kv: KvReport
     ) -> SessionRecord:
-        """The session's record with this response. Args: before: the record until now."""
+        """Return the session's record with this response. Args: before: the record until now."""
         self.body = self.describe(self.deltas, choice, usage, kv)
         earlier = before.responses if before is not None else ()
         stored = StoredResponse(

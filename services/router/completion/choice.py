@@ -115,7 +115,7 @@ class RequestTimer:
         self._method: str | None = None
 
     def admitted(self) -> None:
-        """Decode has reserved memory for one of the request's choices."""
+        """Note that decode has reserved memory for one of the request's choices."""
         if self._gauge is self._waiting and not self._closed:
             self._waiting.dec()
             self._running.inc()
@@ -143,7 +143,7 @@ class RequestTimer:
         self._metrics.e2e_request_latency.labels(model=self._model, method=method).observe(elapsed_s)
 
     def close(self) -> None:
-        """The request neither waits nor runs any more. Idempotent."""
+        """Count the request as neither waiting nor running any more. Idempotent."""
         if not self._closed:
             self._closed = True
             self._gauge.dec()
@@ -202,8 +202,7 @@ class Choice:
         self._last_token_s: float | None = None
 
     async def show_prompt(self, text: str, token_ids: tuple[int, ...]) -> ChoiceDelta | None:
-        """Decode the prompt's tokens, and return what comes before the first token, where the request wants
-        that."""
+        """Decode the prompt's tokens; return what comes before the first, if the request wants it."""
         request, first = self._request, self.turn.stats.first
         assert first is not None, "there is a first token"
         if request.num_prompt_alternatives is not None:
@@ -247,7 +246,7 @@ class Choice:
         return added
 
     def end(self, reason: FinishReason) -> Iterator[ChoiceDelta]:
-        """The text held back, if any, and the choice's end."""
+        """Yield the text held back, if any, and the choice's end."""
         rest = self._assembler.flush()
         self.text += rest
         held = self._added(rest, () if self._with_logprobs else None, ends=True)
@@ -257,7 +256,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """As clients see it; None while the completion goes on."""
+        """The reason as clients see it; None while the completion goes on."""
         reason = self.turn.finish_reason
         are_whole = bool(self.calls) and self._num_whole_calls == len(self.calls)
         return "tool_calls" if are_whole and reason == "stop" else reason
@@ -292,7 +291,7 @@ class Choice:
         *,
         ends: bool = False,
     ) -> ChoiceDelta | None:
-        """What a text adds, in parts where there is a parser; None where nothing can be delivered."""
+        """Return what a text adds, in parts if there is a parser; None if nothing can be delivered."""
         reasoning, calls = "", list[ToolCallDelta]()
         if self._parser is not None:
             parts = [*self._parser.feed(text), *(self._parser.finish() if ends else ())]
@@ -317,7 +316,7 @@ class Choice:
         )
 
     def _called(self, piece: CallPiece) -> ToolCallDelta | None:
-        """Take what some text adds to the calls; returns None where the call is left out."""
+        """Take what some text adds to the calls; returns None if the call is left out."""
         begins = piece.name is not None
         if begins:
             self._leaves_call_out = bool(self.calls) and not self._parallel_calls

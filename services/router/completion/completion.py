@@ -111,8 +111,8 @@ class Completion:
         self._task.add_done_callback(lambda _: running.discard(self))
 
     def cancel(self, error: KvferryError | None = None) -> None:
-        """The client left, or gets an error. A completion that has ended goes on to its commit, and so does
-        what a session's stream has delivered."""
+        """Cancel because the client has left, or gets an error. A completion that has ended goes on to its
+        commit, and so do the tokens that a session's stream has delivered."""
         if self._closed or self._recording is not None or self._cut_off(error) or self._task is None:
             return
         self._close(error)
@@ -135,7 +135,7 @@ class Completion:
             self._close(Overloaded("The server is shutting down"))
             raise
         except Exception:
-            # The top of the task: whoever waits for events must get one.
+            # Nothing above catches an error of this task, and the reader must get an event.
             self._log.exception("completion failed unexpectedly")
             self._close(internal_error())
         finally:
@@ -213,7 +213,7 @@ class Completion:
         )
 
     async def _prefill_addresses(self, prompt: Prompt, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """The workers to prefer, best first, of which `addresses` have KV of what the prompt continues."""
+        """Return the workers to prefer, best first; `addresses` have KV that the prompt continues."""
         is_known = bool(addresses)
         if (implicit := self._implicit) is not None:
             addresses, is_known = implicit.prefill_addresses or addresses, implicit.extends_former
@@ -274,7 +274,7 @@ class Completion:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def _cut_off(self, error: KvferryError | None) -> bool:
-        """End the turns with what they delivered, where the session keeps that; returns whether it does.
+        """End the turns with the delivered tokens, if the session keeps those; returns whether it does.
 
         Args: error: the client's last event; None where the client has left.
         """
@@ -319,7 +319,7 @@ class Completion:
             self.chain.deltas.append(delta)
 
     async def _store_prompt(self, implicit: ImplicitTurn, choice: Choice) -> None:
-        """Prefill has staged all of the prompt: store it, where that makes more of it reusable."""
+        """Store the prompt, of which prefill has staged everything, if that makes more of it reusable."""
         runner, stats = self.services.runner, choice.turn.stats
         assert stats.first is not None, "there is a first token"
         is_wanted = implicit.is_worth_storing(stats.first.reused_tokens) and not self.request.releases
@@ -345,7 +345,7 @@ class Completion:
         self._end()
 
     def _end(self) -> None:
-        """Every choice has its last token: count the request and give the client its last event."""
+        """Count the request and give the client its last event, once every choice has its last token."""
         if self._closed:
             return
         metrics, model, first = self.services.metrics, self.model.name, self.choices[0].turn.stats.first
@@ -367,15 +367,15 @@ class Completion:
 
     @property
     def num_choices(self) -> int:
-        """Those that there will be."""
+        """The number of choices that the response will have."""
         return self.request.n or 1
 
     def choice(self, index: int) -> Choice:
-        """A choice by its number in the response."""
+        """Return a choice by its number in the response."""
         return self.choices[index - self.first_index]
 
     def usage(self) -> Usage:
-        """The response's `usage` object; of what is known so far while the turns run."""
+        """Return the response's `usage` object; while the turns run, what is known so far."""
         first = self.choices[0].turn.stats.first
         cached = first.reused_tokens if first is not None else 0
         return usage_of(self.num_prompt_tokens, self.num_completion_tokens, cached)
@@ -387,7 +387,7 @@ class Completion:
         return sum(len(choice.turn.stats.token_ids) for choice in self.choices)
 
     def kv(self) -> KvReport:
-        """The response's `kv` object; of what is known so far while the turns run."""
+        """Return the response's `kv` object; while the turns run, what is known so far."""
         asked, used = self.request.token_limit, self.choices[0].turn.request.sampling.max_tokens
         report = kv_report(
             self._chosen,

@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from typing_extensions import TypedDict
 
-from kvferry.models import SHIPPED_CALIBRATION
 from kvferry.services.router.completion.engine_fields import KvCompression
 from kvferry.services.router.config import RouterConfig, split_list
 from kvferry.services.router.http.errors import describe
@@ -60,25 +58,25 @@ class PlanChooser:
                 f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
             )
         self._default_method = config.default_method
-        self._default_budget = Budget(tokens=config.default_token_budget or None)
+        self._default_budget = Budget(retention=config.default_retention or None)
         try:
             plan_for(config.default_method, budget=self._default_budget)
         except InvalidRequest as error:
-            raise ConfigurationError(f"default_token_budget: {error.message}") from None
+            raise ConfigurationError(f"default_retention: {error.message}") from None
 
-        folders = [SHIPPED_CALIBRATION, *([Path(config.calibration)] if config.calibration else [])]
-        self._curves = CurveBook.read(folders)
+        self._calibration = config.calibration
+        self._curves = CurveBook.read(config.calibration)
 
     def all(self) -> tuple[CompressionPlan, ...]:
-        """The plan of each allowed method where a request gives no budget."""
+        """Return the plan of each allowed method for a request without a budget."""
         return tuple(self._plan(KvCompression(), method) for method in self.allowed)
 
     def default(self, model: ModelSpec) -> CompressionPlan:
-        """The plan of a prompt whose request says nothing of compression."""
+        """Return the plan of a prompt whose request does not mention compression."""
         return self._plan(KvCompression(), self.default_method(model))
 
     def default_method(self, model: ModelSpec) -> str:
-        """The method of requests that name none: the server's default, if it goes with the model."""
+        """Return the method of requests that name none: the server's default, if the model supports it."""
         fitting = applicable_methods(model.layers)
         for method in (self._default_method, *_FALLBACKS, *self.allowed):
             if method in fitting and method in self.allowed:
@@ -107,6 +105,8 @@ class PlanChooser:
                 "kv_compression.parameters give token_budget or retention",
                 param="kv_compression.quality",
             )
+        if self._curves.find(model.fingerprint, method) is None:  # it may have been measured since
+            self._curves = await asyncio.to_thread(CurveBook.read, self._calibration)
         if (curve := self._curves.find(model.fingerprint, method)) is None:
             raise self._no_curve(method, model)
         # In a thread, because it reads the whole prompt.
@@ -122,8 +122,8 @@ class PlanChooser:
         else:
             problem = (
                 f"needs a curve of method {method!r} calibrated on this model, and there is none; give "
-                "token_budget or retention, or run 'kvferry calibrate quality --model MODEL --methods "
-                f"{method} --calibration DIR' and start the router with --calibration DIR"
+                "token_budget or retention, or run on the router's machine 'kvferry calibrate --model MODEL "
+                f"--methods {method}'"
             )
         calibrated = [name for name in self._curves.methods(model.fingerprint) if name in self.allowed]
         return InvalidRequest(
@@ -132,7 +132,7 @@ class PlanChooser:
         )
 
     def _plan(self, wanted: KvCompression, method: str) -> CompressionPlan:
-        """The plan where no quality is requested.
+        """Return the plan of a request without a quality.
 
         Raises: InvalidRequest naming `kv_compression` or its field.
         """
@@ -159,6 +159,8 @@ class KvReport(TypedDict):
     `reason` says why nothing was compressed, with method "full", or that compression saved no bytes of this
     prompt. `quality` and `retention` are there where the request gave a quality, `delta_bytes` where decode
     had retained KV of the session, `kept` and `kept_by_layer` where the request gave `kv_kept_bins`.
+    `epsilon_table` is there where bit-widths were weighed by another model's distortion table, since none was
+    measured on this one: that model's name.
     `smaller_token_budget` is there where decode was short of memory and used a budget between the request's
     `min_token_budget` and its `token_budget`, `max_tokens` where the request's limit is above the room that
     the context has after the prompt. `session` is there where the turn could not be stored: the session's
@@ -172,6 +174,7 @@ class KvReport(TypedDict):
     reason: NotRequired[Each[str]]
     quality: NotRequired[Each[float]]
     retention: NotRequired[Each[float]]
+    epsilon_table: NotRequired[Each[str]]
     smaller_token_budget: NotRequired[int]
     max_tokens: NotRequired[Each[int]]
     prompt_tokens: int
@@ -204,7 +207,7 @@ _ADDED: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def of_prompts(reports: Sequence[KvReport]) -> KvReport:
-    """The report of several prompts, of which there is at least one."""
+    """Return the report of several prompts, of which there is at least one."""
     return cast(KvReport, _together(reports))
 
 
@@ -216,7 +219,7 @@ def kv_report(
     num_kept_bins: int = 0,
     max_tokens: int | None = None,
 ) -> KvReport:
-    """The report of one prompt.
+    """Return the report of one prompt.
 
     Args:
         chosen: the request's plan; None where it failed before it had one.
@@ -242,6 +245,7 @@ def kv_report(
         if chosen.quality is not None and plan.budget.retention is not None:
             report["quality"], report["retention"] = chosen.quality, plan.budget.retention
     if first is not None:
+        report["epsilon_table"] = first.epsilon_table or None
         report["history"], report["history_tier"] = first.history_source, first.history_tier or None
         if fractions := stats[0].retained_fractions:
             num_bins = min(num_kept_bins, num_prompt_tokens)
@@ -277,10 +281,10 @@ def _together(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _why_not_compress(plan: CompressionPlan, turn: TurnStats) -> str | None:
-    """For a client: that its method was not worth using for this prompt.
+    """Tell a client that its method was not worth using for this prompt.
 
-    Returns: None where it was, and where bytes do not tell: with an attention that reads a part of what was
-        shipped, and of a delta or several attempts.
+    Returns: None if it was, and if bytes do not show it: with an attention that reads a part of what was
+        shipped, and after a delta or several attempts.
     """
     first = turn.first
     if first is None or turn.replays or turn.delta_bytes is not None or plan.attention.name != "dense":

@@ -110,7 +110,7 @@ async def create(
 
 
 async def named(services: Services, owner: str, document_ids: Sequence[str]) -> NamedDocuments:
-    """The documents of a request's `document_ids`.
+    """Return the documents of a request's `document_ids`.
 
     Raises: InvalidRequest where there is no such document.
     """
@@ -135,7 +135,7 @@ async def named(services: Services, owner: str, document_ids: Sequence[str]) -> 
 async def first_prompt(
     services: Services, owner: str, work: BodyWork, request: ChatRequest, model: ModelSpec
 ) -> Prompt:
-    """The prompt of a chat without a session, whose tokens are counted.
+    """Build the prompt of a chat without a session, whose tokens are counted.
 
     Raises: InvalidRequest with `param`.
     """

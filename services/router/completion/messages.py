@@ -80,7 +80,7 @@ def _kind(block: Any) -> str | None:
         return None
     if kind in _LEFT_OUT or (kind.endswith("_tool_result") and kind != "tool_result"):
         return "left_out"
-    return kind if kind in _KINDS else "text"  # which says what it cannot read
+    return kind if kind in _KINDS else "text"  # its type reports what it cannot read
 
 
 Block = Annotated[
@@ -225,7 +225,7 @@ class MessagesRequest(PromptFields, EngineFields, ChatFields, StructuredField):
 
 
 def translate(body: MessagesRequest | CountTokensRequest) -> tuple[ChatRequest, Names]:
-    """The request as a chat request, and what the fields of that are called in the client's.
+    """Return the request as a chat request, and the client's names of that request's fields.
 
     Raises: InvalidRequest naming the field.
     """
@@ -277,7 +277,7 @@ def _effort(body: PromptFields) -> str | None:
 
 
 def _messages(message: ClientMessage) -> Iterator[dict[str, Any]]:
-    """The chat's messages: each tool's result is one."""
+    """Yield the chat's messages: each tool's result is one."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return

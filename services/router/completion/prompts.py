@@ -1,4 +1,4 @@
-"""What a turn runs on: the prompt's token ids, from a request and its session's record.
+"""Builds a turn's prompt: the token ids, from a request and its session's record.
 
 Decides whether the request's messages continue the session or restate it (`session_mode`), and what the
 answer may be. Tokenizing runs in a thread, because a long prompt must not delay other requests.
@@ -52,7 +52,7 @@ class Preamble:
     text: str = ""
 
     def before(self, messages: Messages) -> Messages:
-        """The messages that the model gets."""
+        """Return the messages that the model gets."""
         if not self.text:
             return messages
         if messages and messages[0].role == "system":
@@ -81,7 +81,7 @@ class Prompt:
         return self.begun.token_ids
 
     def record(self, model: ModelSpec, completion: tuple[int, ...], answer: ChatMessage) -> SessionRecord:
-        """The session after a turn that answered this prompt."""
+        """Return the session after a turn that answered this prompt."""
         begun, token_ids = self.begun, self.begun.token_ids + completion
         if begun.kind == "chat":
             # The template leaves out most thoughts later: ids with them do not begin later prompts.
@@ -109,10 +109,10 @@ class PromptBuilder:
     async def grammar(
         self, request: ChatRequest | TextRequest, model: ModelSpec, owner: str
     ) -> Grammar | None:
-        """What the answer must be.
+        """Return the grammar that the answer must follow; None if there is none.
 
-        Raises: InvalidRequest naming the field that asks for what cannot be had; CapacityExceeded: too many
-            grammars of the owner are being tried.
+        Raises: InvalidRequest naming the field that asks for something impossible; CapacityExceeded: too
+            many grammars of the owner are being tried.
         """
         asked = grammar_of(request)
         tools = request.called_tools if isinstance(request, ChatRequest) else []
@@ -139,12 +139,12 @@ class PromptBuilder:
         return grammar
 
     def _calls(self, request: ChatRequest, tools: list[Tool], or_text: Grammar | None = None) -> Grammar:
-        """The grammar of calls, or of what else the request allows. Raises: InvalidRequest."""
+        """Return the grammar of calls, or of what else the request allows. Raises: InvalidRequest."""
         parallel = not isinstance(request.tool_choice, NamedTool) and request.parallel_tool_calls is not False
         return calls_grammar(self.tokenizer, tools, parallel=parallel, or_text=or_text)
 
     async def capabilities(self, model: ModelSpec) -> dict[str, bool]:
-        """What clients can ask of the model, by its tokenizer and chat template."""
+        """Return what clients can ask of the model, by its tokenizer and chat template."""
         tokenizer = self.tokenizer
         template = await asyncio.to_thread(lambda: tokenizer.template.response_template) or {"fields": {}}
         try:
@@ -171,7 +171,7 @@ class PromptBuilder:
         return self._grammars.setdefault(key, GrammarCompiler(lambda: self.tokenizer, *key))
 
     def answer_parser(self, request: ChatRequest | TextRequest, prompt: Prompt) -> AnswerParser | None:
-        """Finds thoughts and tool calls in an answer; None where there are none."""
+        """Return the parser that finds thoughts and tool calls in an answer; None if it can have none."""
         template = self.tokenizer.template.response_template
         if template is None or not isinstance(request, ChatRequest):
             return None
@@ -191,9 +191,9 @@ class PromptBuilder:
         return self.tokenizer.decode(prompt.token_ids[-_PREFIX_TOKENS:], shows_special=True)
 
     def thinking_budget(self, request: ChatRequest | TextRequest, prompt: Prompt) -> ThinkingBudget | None:
-        """How long the answer may think; None where that is not bounded, or thoughts have no marks.
+        """Return how long the answer may think; None if that is not bounded, or thoughts have no marks.
 
-        Raises: InvalidRequest where a mark is not one token.
+        Raises: InvalidRequest if a mark is not one token.
         """
         tags, template = self.tokenizer.template.thought_tags, self.tokenizer.template.response_template
         if not isinstance(request, ChatRequest) or (limit := request.thinking_limit) is None:
@@ -223,7 +223,7 @@ class PromptBuilder:
         *,
         is_counted: bool = False,
     ) -> Prompt:
-        """The prompt of a request.
+        """Build the prompt of a request.
 
         Args:
             record: the session's, None where it has no turns yet or there is no session.
@@ -248,7 +248,7 @@ class PromptBuilder:
         return await work(partial(self._text, request, record, mode, model))
 
     async def document_tokens(self, text: str, model: ModelSpec, work: BodyWork) -> tuple[int, ...]:
-        """The tokens that every conversation with this document begins with.
+        """Return the tokens that every conversation with this document begins with.
 
         Raises: InvalidRequest where the model's template has no system messages; ContextLengthExceeded as
             `build`.
@@ -337,7 +337,7 @@ class PromptBuilder:
         return Prompt(begun=begun, keeps_thoughts=keeps_thoughts, continues=continues, question=question)
 
     def _template_inputs(self, request: ChatRequest) -> TemplateInputs:
-        """Raises: InvalidRequest where the chat template has none of what the request wants shown."""
+        """Return the template's inputs. Raises: InvalidRequest if it cannot show the request's tools."""
         template, arguments = self.tokenizer.template, dict[str, Any]()
         tools = [tool.for_template() for tool in request.shown_tools]
         if tools and not template.knows("tools"):
@@ -352,7 +352,7 @@ class PromptBuilder:
         )
 
     def ignored_fields(self, request: ChatRequest | TextRequest) -> list[str]:
-        """The fields that the client gave and that change nothing with this model's template."""
+        """Return the fields that the client gave and that change nothing with this model's template."""
         if isinstance(request, TextRequest):
             return []
         template, arguments = self.tokenizer.template, request.chat_template_kwargs or ()
@@ -370,7 +370,7 @@ class PromptBuilder:
         ]
 
     def _recorded(self, message: Message, index: int) -> ChatMessage:
-        """Raises: InvalidRequest where it has tool calls, and the chat template would not show them."""
+        """Return the message as recorded. Raises: InvalidRequest if its tool calls would not be shown."""
         fields = self.tokenizer.template.fields
         if message.tool_calls and "tool_calls" not in fields:
             param = f"messages[{index}].tool_calls"
@@ -411,14 +411,14 @@ class PromptBuilder:
         )
 
     def _encode_rest(self, text: str) -> tuple[int, ...]:
-        """Ids of text that continues another: without those that begin each text."""
+        """Encode text that continues another: without the ids that begin each text."""
         ids = self.tokenizer.encode(text) if text else []
         num_added = len(self._added_ids)
         return tuple(ids[num_added:] if ids[:num_added] == self._added_ids else ids)
 
 
 def _as_sent(error: InvalidRequest, num_before: int) -> InvalidRequest:
-    """The error with message numbers as the client counts them, without the recorded ones before."""
+    """Return the error with message numbers as the client counts them, without the recorded ones before."""
     if num_before == 0 or error.param is None:
         return error
 

@@ -90,7 +90,7 @@ Content = str | Parts
 
 
 def check_readable(content: Content | None) -> Content | None:
-    """The content. Raises: PydanticCustomError where a part is no text: without it, the answer is another."""
+    """Return the content. Raises: PydanticCustomError: a part is not text; without it, answers differ."""
     for part in content if isinstance(content, list) else ():
         if part.readable is None:
             raise PydanticCustomError(
@@ -103,7 +103,7 @@ ReadableContent = Annotated[Content, AfterValidator(check_readable)]
 
 
 def text_of(content: Content | None, *, between: str = "") -> str:
-    """The text of a content. A note stands for what models here cannot read."""
+    """Return the text of a content. A note takes the place of parts that models here cannot read."""
     if not isinstance(content, list):
         return content or ""
     return between.join(
@@ -142,7 +142,7 @@ class Message(ClientModel):
         return value
 
     def recorded(self, template_fields: frozenset[str]) -> ChatMessage:
-        """The message as sessions record it.
+        """Return the message as sessions record it.
 
         Args: template_fields: what the chat template uses; the others are left out.
         """
@@ -199,7 +199,7 @@ class CompletionFields(EngineFields, StructuredFields):
     @classmethod
     def _check_rules(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         request = read(value)
-        # FastAPI gives a request that has been read already, too.
+        # FastAPI also passes requests that have already been read.
         broken = next(request._broken_rules(), None) if isinstance(value, dict) else None
         if broken is not None:
             field, rule = broken
@@ -209,7 +209,7 @@ class CompletionFields(EngineFields, StructuredFields):
         return request
 
     def _broken_rules(self) -> Iterator[tuple[str, str]]:
-        """Rules between several fields: a field that breaks one, and how it must be."""
+        """Yield each field that breaks a rule between several fields, and how it must be."""
         if self.stream_options is not None and not self.stream:
             yield "stream_options", "is allowed only where stream is true"
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -225,7 +225,7 @@ class CompletionFields(EngineFields, StructuredFields):
 
     @property
     def has_structure(self) -> bool:
-        """Whether a grammar decides what the answer may be."""
+        """True if a grammar decides what the answer may be."""
         return not STRUCTURED.isdisjoint(self.model_fields_set)
 
     @property
@@ -246,33 +246,33 @@ class CompletionFields(EngineFields, StructuredFields):
 
     @property
     def keep_s(self) -> float | None:
-        """How long the prompt's KV is to be kept for one that continues it, in seconds."""
+        """The time to keep the prompt's KV for a prompt that continues it, in seconds."""
         hints = [hint.cache_control for hint in (self.agent_hint, self.nvext) if hint is not None]
         times = [float(hint.ttl) for hint in hints if hint is not None and hint.ttl is not None]
         return max(times, default=None)
 
     @property
     def releases(self) -> bool:
-        """Whether the conversation's KV may be dropped after this turn."""
+        """True if the conversation's KV may be dropped after this turn."""
         if self.agent_hint is None or self.agent_hint.context_management is None:
             return False
         return any(edit.type == "evict" for edit in self.agent_hint.context_management.edits or ())
 
     @property
     def hinted_priority(self) -> int:
-        """As `priority` is here, where the smallest comes first."""
+        """The hinted priority in this server's order, in which the smallest comes first."""
         hints = self.nvext.agent_hints if self.nvext is not None else None
         given = hints.priority if hints is not None else None
         return max(-MAX_PRIORITY, min(MAX_PRIORITY, -(given or 0)))
 
     @property
     def num_prompt_alternatives(self) -> int | None:
-        """How many alternatives to report per token of the prompt; None reports no logprobs of it."""
+        """The number of alternatives to report per token of the prompt; None reports no logprobs of it."""
         return self.prompt_logprobs
 
     @property
     def is_whole(self) -> bool:
-        """Whether it certainly has the whole conversation, so that the session's record is not needed."""
+        """True if it certainly has the whole conversation, so that the session's record is not needed."""
         return self.session_mode == "replace"
 
 
@@ -318,7 +318,7 @@ class ChatRequest(CompletionFields, ChatFields):
 
     @property
     def thinking_limit(self) -> int | None:
-        """How many tokens the thoughts may have; with a grammar, that alone decides."""
+        """The most tokens of the thoughts; None with a grammar, which alone decides."""
         budget = self.thinking_token_budget
         return None if budget == -1 or self.has_structure else budget  # -1 is vLLM's value for no limit
 
@@ -328,7 +328,7 @@ class ChatRequest(CompletionFields, ChatFields):
 
     @property
     def called_tools(self) -> list[Tool]:
-        """The tools of which the answer must be calls; none where it need not."""
+        """The tools that the answer must call; none if it need not call any."""
         choice = self.tool_choice
         is_subset = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
         if choice == "required" or is_subset:
@@ -339,7 +339,7 @@ class ChatRequest(CompletionFields, ChatFields):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """The tools that the model gets to know."""
+        """The tools that the model is shown."""
         tools = [tool for tool in self.tools or () if isinstance(tool, Tool)]
         if isinstance(self.tool_choice, AllowedTools):
             return [tool for tool in tools if tool.function.name in self.tool_choice.names]
@@ -347,12 +347,12 @@ class ChatRequest(CompletionFields, ChatFields):
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may be calls where it need not."""
+        """True if the answer may be calls without having to be."""
         return bool(self.shown_tools) and self.tool_choice != "none"
 
     @property
     def num_alternatives(self) -> int | None:
-        """How many alternatives to report per token; None reports no logprobs."""
+        """The number of alternatives to report per token; None reports no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -370,8 +370,8 @@ def sampling_params(
     defaults: Mapping[str, float] = MappingProxyType({}),
     thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
-    """The request's sampling, with a random seed where it gives none. Its limit is within the room that the
-    context has after the prompt, which is also the limit of a chat that gives none.
+    """Return the request's sampling, with a random seed if it gives none. Its limit is within the room that
+    the context has after the prompt, which is also the limit of a chat that gives none.
 
     Args: defaults: fields of the result for a request that does not give them.
 
@@ -435,5 +435,5 @@ def sampling_params(
 
 
 def with_seed_of(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Choice i draws with seed + i, wrapped into 64 bits."""
+    """Return the sampling of choice i, which draws with seed + i, wrapped into 64 bits."""
     return replace(sampling, seed=(sampling.seed + index + 2**63) % 2**64 - 2**63)

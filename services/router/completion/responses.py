@@ -120,7 +120,7 @@ class FunctionTool(ClientModel):
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """What the model knows a function by."""
+    """Return the name by which the model knows a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -170,7 +170,7 @@ _KINDS = {
 
 
 def _kind(item: Any) -> str | None:
-    """An item without a type is a message, or, where it has only an id, a reference."""
+    """Return an item's kind. One without a type is a message or, if it has only an id, a reference."""
     fields = item if isinstance(item, dict) else vars(item) if isinstance(item, ClientModel) else None
     if fields is None:
         return None
@@ -286,7 +286,7 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
         return self.store is not False
 
     def every_tool(self) -> Iterator[tuple[str, str | None, FunctionTool | LeftOut]]:
-        """Those of `tools`, then those of the input's items, each with its field and namespace."""
+        """Yield the tools of `tools`, then those of the input's items, each with its field and namespace."""
         items = () if isinstance(self.input, str) else self.input
         lists = [("tools", self.tools or [])]
         lists += [
@@ -311,8 +311,8 @@ class ResponseRequest(EngineFields, ChatFields, StructuredField):
 
 
 def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[ChatRequest, Names]:
-    """The request as a chat request with the whole conversation, and what the fields of that are called in
-    the client's.
+    """Return the request as a chat request with the whole conversation, and the client's names of that
+    request's fields.
 
     Args: before: what the previous response's conversation has, without its instructions.
 
@@ -355,7 +355,7 @@ def translate(body: ResponseRequest, before: Sequence[ChatMessage]) -> tuple[Cha
 
 
 def _messages(items: str | list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The messages of an input, and the field that each came from. The items of one answer are one
+    """Yield the messages of an input, and the field that each came from. The items of one answer are one
     message."""
     if isinstance(items, str):
         yield "input", {"role": "user", "content": items}

@@ -81,7 +81,7 @@ STRUCTURED = frozenset(StructuredFields.model_fields)
 
 
 def grammar_of(request: StructuredFields) -> tuple[str, Grammar] | None:
-    """The field that asks for structured output, and its grammar; None where none does.
+    """Return the field that asks for structured output, and its grammar; None if none does.
 
     Raises: InvalidRequest where several do.
     """
@@ -95,11 +95,11 @@ def grammar_of(request: StructuredFields) -> tuple[str, Grammar] | None:
 def calls_grammar(
     tokenizer: ChatTokenizer, tools: list[Tool], *, parallel: bool, or_text: Grammar | None = None
 ) -> Grammar:
-    """The grammar of calls of these tools, as the model's chat template writes them.
+    """Return the grammar of calls of these tools, as the model's chat template writes them.
 
     Args: or_text: a JSON schema that the answer may follow in place of calls.
 
-    Raises: InvalidRequest where the template does not say how.
+    Raises: InvalidRequest if the template does not say how.
     """
     if (form := tokenizer.template.tool_format) is None:
         raise InvalidRequest(
@@ -146,9 +146,9 @@ def _asked(request: StructuredFields) -> Iterator[tuple[str, Grammar]]:
 
 
 def _grammar(kind: _Kind, value: Any, *, is_compact: bool = False) -> Grammar:
-    """Args: value: the grammar's text, or the JSON value that is its text.
+    """Return a grammar. Args: value: the grammar's text, or the JSON value that is its text.
 
-    Raises: InvalidRequest where a schema is to be compact and is no JSON.
+    Raises: InvalidRequest if a schema is to be compact and is not JSON.
     """
     if is_compact and kind == "json_schema":
         try:

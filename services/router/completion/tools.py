@@ -46,7 +46,7 @@ class LeftOut(ClientModel):
 
 
 def is_function(tool: Any) -> str:
-    """Which of two kinds a tool is, `function` or `other`."""
+    """Return which of two kinds a tool is, `function` or `other`."""
     kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", "function")
     return "function" if kind == "function" or not isinstance(kind, str) else "other"
 
@@ -85,7 +85,7 @@ class AllowedTools(ClientModel):
 
     @property
     def names(self) -> set[str]:
-        return {its.function.name for its in self.allowed_tools.tools if isinstance(its, NamedTool)}
+        return {tool.function.name for tool in self.allowed_tools.tools if isinstance(tool, NamedTool)}
 
 
 class CalledFunction(ClientModel):
@@ -94,12 +94,12 @@ class CalledFunction(ClientModel):
 
 
 def custom_call(name: Any, text: Any) -> dict[str, Any]:
-    """A call of a custom tool, which takes a text, as one of a function."""
+    """Return a call of a custom tool, which takes a text, as a call of a function."""
     return {"name": name, "arguments": {"input": text}}
 
 
 def read_arguments(arguments: str | dict[str, Any]) -> Any:
-    """The arguments' value; their text, as the model wrote it, where that is no JSON."""
+    """Return the arguments' value; their text, as the model wrote it, if that is not JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -121,11 +121,11 @@ class ToolCall(ClientModel):
     @classmethod
     def _custom(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(custom := value.get("custom"), dict):
-            rest = {name: its for name, its in value.items() if name != "custom"}
+            rest = {name: field for name, field in value.items() if name != "custom"}
             return {**rest, "function": custom_call(custom.get("name"), custom.get("input"))}
         return value
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: with the arguments as an object, where they are one."""
+        """Return the call as chat templates expect it: with the arguments as an object, if they are one."""
         function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments or {})}
         return {**({"id": self.id} if self.id is not None else {}), "type": "function", "function": function}

@@ -35,7 +35,7 @@ class Names:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, param: str) -> str:
-        """The client's name of a chat request's field."""
+        """Return the client's name of a chat request's field."""
         for kind, origins in (("messages", self.messages), ("tools", self.tools)):
             match = re.match(rf"{kind}\[(\d+)\]", param)
             if match is not None and (index := int(match.group(1))) < len(origins):
@@ -49,7 +49,7 @@ class Names:
         return param
 
     def told(self, error: ErrorT) -> ErrorT:
-        """The error, about the client's own field."""
+        """Return the error with the client's own field in place of the chat request's."""
         if error.param is None or (param := self.name(error.param)) == error.param:
             return error
         return type(error)(
@@ -61,7 +61,7 @@ class Names:
 
 
 def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) -> ChatRequest:
-    """The chat request of these fields and of those that every API has.
+    """Build the chat request of these fields and of those that every API has.
 
     Raises: InvalidRequest naming the client's field.
     """
@@ -75,7 +75,7 @@ def chat_request(body: EngineFields, fields: Mapping[str, Any], names: Names) ->
 
 
 def validated(fields: Mapping[str, Any]) -> ChatRequest:
-    """The chat request of these fields. Raises: InvalidRequest naming one."""
+    """Build the chat request of these fields. Raises: InvalidRequest naming one."""
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:

@@ -120,13 +120,13 @@ class KeyFile:
             raise ConfigurationError(f"api_keys_file {str(self._path)!r} cannot be read: {error}") from None
 
     def find(self, digest: str) -> ApiKey | None:
-        """The key with this SHA-256. Every key is compared, in constant time."""
+        """Return the key with this SHA-256. Every key is compared, in constant time."""
         same = [hmac.compare_digest(key.hash, f"sha256:{digest}") for key in self.keys]
         return next((key for key, found in zip(self.keys, same, strict=True) if found), None)
 
 
 def new_key(name: str) -> tuple[str, str]:
-    """A random key and its entry for a key file.
+    """Make a random key and its entry for a key file.
 
     Raises: ConfigurationError where the name is not allowed.
     """
@@ -172,13 +172,13 @@ class KeyLimits:
             await self._redis.close()
 
     def name(self, owner: str) -> str:
-        """The name of a caller's key; "" for one that is not in the file."""
+        """Return the name of a caller's key; "" for one that is not in the file."""
         key = self._file.find(owner)
         return key.name if key is not None else ""
 
     @asynccontextmanager
     async def admitted(self, owner: str) -> AsyncIterator[None]:
-        """While a request of the owner runs.
+        """Count a request of the owner as running while the context is open.
 
         Raises: CapacityExceeded where a limit of its key is used up.
         """
@@ -192,7 +192,7 @@ class KeyLimits:
                 reason="key_concurrency",
                 retry_after_s=self._ended.setdefault(owner, FreeingRate()).wait_s(1),
             )
-        self._running[owner] += 1  # before the first wait, in which others of the key would pass the check
+        self._running[owner] += 1  # before an await, in which others of the key would pass the check
         try:
             await self._count(owner, "tokens", key.tokens_per_minute, 0)
             await self._count(owner, "requests", key.requests_per_minute, 1)
@@ -205,7 +205,7 @@ class KeyLimits:
                 del self._running[owner]
 
     async def count_bytes(self, owner: str, num_bytes: int) -> None:
-        """Raises: CapacityExceeded where the key's bytes of this minute are used up."""
+        """Count a request's bytes. Raises: CapacityExceeded if the key's bytes of this minute are used up."""
         if (key := self._file.find(owner)) is not None:
             await self._count(owner, "bytes", key.bytes_per_minute, num_bytes)
 
@@ -226,7 +226,7 @@ class KeyLimits:
             )
 
     async def _add(self, owner: str, what: str, amount: int) -> Count:
-        """Count; returns what this minute's count is now. Where Redis is away, it is this router's own."""
+        """Count; returns this minute's count so far. If Redis is unreachable, it is this router's own."""
         if self._redis is not None:
             key, window_ms = f"kvferry:limits:{{{owner}}}:{what}", int(_WINDOW_S * 1000)
             try:

@@ -1,5 +1,5 @@
-"""Bodies of requests: it is checked who calls, the body is read as strict JSON, and fields have types
-whose errors name what is allowed.
+"""Bodies of requests: the caller is checked, the body is read as strict JSON, and fields have types whose
+errors name what is allowed.
 
 Routes are FastAPI's; `errors.py` words what their fields' types refuse.
 """
@@ -52,20 +52,20 @@ class Authenticator:
         self._closed: set[Scope] = set()
         self._origins = split_list(config.cors_origins)
         hosts = split_list(config.allowed_hosts)
-        # over TLS, a page elsewhere has no certificate for its name here
+        # over TLS, a page from elsewhere cannot have a certificate of this server for its own name
         self._any_host = bool(config.tls_cert) or "*" in hosts
         listen, _ = parse_address("listen", config.listen)
         self._hosts = {name.lower() for name in (*hosts, listen, socket.gethostname())}
 
     def is_open(self, scope: Scope) -> bool:
-        """Whether no key is needed: there is none for this, and there never was."""
+        """Return whether no key is needed: no key is for this scope, and none ever was."""
         in_file = self._file.keys if self._file is not None else ()
         if self._digests or any(key.allows(scope) for key in in_file):
             self._closed.add(scope)  # a file whose last key is removed lets nobody in
         return scope not in self._closed
 
     def owner(self, headers: Headers, scope: Scope = "chat") -> str:
-        """The digest that identifies the caller.
+        """Return the digest that identifies the caller.
 
         Args: scope: what the key must be for.
 
@@ -85,7 +85,7 @@ class Authenticator:
         return _digest(key)
 
     def check(self, owner: str, scope: Scope = "chat") -> None:
-        """Check a caller, who may have been one before the key file changed. Raises: as `owner`."""
+        """Check a caller, whose key may have been removed from the key file since. Raises: as `owner`."""
         # Every key is compared, in constant time, so that timing reveals nothing about any of them.
         if any([hmac.compare_digest(owner, known) for known in self._digests]):
             return
@@ -97,7 +97,7 @@ class Authenticator:
             raise PermissionDenied(f"This key is for {scopes}; {scope} is needed", reason="scope")
 
     def check_admin(self, headers: Headers) -> None:
-        """Whether the caller may do what concerns other keys: anyone where chats need no key, else holders of
+        """Check that the caller may do what concerns other keys: anyone if chats need no key, else holders of
         a key for admin.
 
         Raises: AuthenticationFailed, PermissionDenied.
@@ -110,9 +110,10 @@ class Authenticator:
     def check_host(self, headers: Headers) -> None:
         """Check the host that a request names, where no key is needed.
 
-        A page elsewhere can have its own name point to an address of this machine or network (DNS rebinding).
-        Its browser then takes this server for the page's own, and lets it read answers. It cannot have a name
-        that only the network itself gives out, or an address, and not a certificate for this server.
+        A page from elsewhere can make its own name resolve to an address of this machine or network (DNS
+        rebinding). The browser then takes this server for the page's own, and lets the page read answers. The
+        page cannot use a bare address or a name that only this network gives out, and it has no certificate
+        for this server.
 
         Raises: PermissionDenied.
         """
@@ -175,7 +176,7 @@ class KeyedRoute(APIRoute):
                 work = partial(services.large.run, request.state.owner, len(body))
             request.state.work = work
             read = partial(self._read, body, max_integers=MAX_VALUES + _max_model_len(request))
-            # The event loop would stand still while it reads a large one.
+            # Reading a large one would block the event loop.
             fields, unknown = read() if is_small else await work(read)
             if unknown and services.config.strict_fields:
                 raise InvalidRequest(
@@ -187,7 +188,7 @@ class KeyedRoute(APIRoute):
         return checked
 
     def _read(self, body: bytes, *, max_integers: int) -> tuple[Any, list[str]]:
-        """The body as the route's fields, which FastAPI takes as they are, and the names of unknown ones.
+        """Read a body: the route's fields, which FastAPI takes as they are, and the unknown ones' names.
 
         Raises: InvalidRequest; RequestValidationError where a field is not of its type.
         """
@@ -219,12 +220,12 @@ class _JsonRequest(Request):
 def _max_model_len(request: Request) -> int:
     try:
         return int(request.app.state.services.runner.model().max_model_len)
-    except Overloaded:  # what the workers serve is not known
+    except Overloaded:  # it is not known which model the workers serve
         return 1 << 20
 
 
 def check_size(body: bytes, *, max_integers: int) -> None:
-    """Check that a body has few values, before it is parsed: each takes memory and the event loop's time,
+    """Check that a body has few values, before it is parsed. Each takes memory and the event loop's time,
     while a long text is one value.
 
     Args: max_integers: in lists of integers alone, which are the tokens of a prompt.
@@ -264,7 +265,7 @@ def check_size(body: bytes, *, max_integers: int) -> None:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """A request's JSON object: UTF-8, no NaN or Infinity, no lone surrogates, bounded depth and digits.
+    """Parse a request's JSON object: UTF-8, no NaN or Infinity, no lone surrogates, bounded depth and digits.
 
     Raises: InvalidRequest where the bytes are not UTF-8, not JSON, or not an object.
     """
@@ -329,7 +330,7 @@ class StrictModel(BaseModel):
         for name, given in value.items():
             if given is None or (neutral := cls.refused.get(name)) is None:
                 continue
-            # False is no 0, and True no 1.
+            # False is not 0, and True is not 1.
             if not any(type(other) is type(given) and other == given for other in neutral):
                 kind = PydanticCustomError("unsupported", "is not supported by this server")
                 error = InitErrorDetails(type=kind, loc=(name,), input=given)
@@ -356,8 +357,8 @@ class ClientModel(StrictModel):
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """The names of what changes nothing, at every depth of a body: fields that its models do not know
-    (`messages.opts`), but for those that are null and ask for nothing, and parts that are left out
+    """Yield the names of what changes nothing, at every depth of a body: fields that its models do not know
+    (`messages.opts`), except those that are null and so ask for nothing, and parts that are left out
     (`tools.web_search`)."""
     if isinstance(value, ClientModel) and value.left_out:
         yield f"{path}{value.left_out}"
@@ -376,8 +377,8 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
 
 
 def known_fields(value: Any) -> Any:
-    """Return what was given of the fields that its models know, as JSON has it, without what they leave out:
-    only that is checked, so an answer may show it."""
+    """Return the given fields that the value's models know, as in JSON, without what they leave out. Only
+    these are checked, so an answer may show them."""
     if isinstance(value, list):
         return [known_fields(item) for item in value if not (isinstance(item, ClientModel) and item.left_out)]
     if not isinstance(value, ClientModel):
@@ -388,7 +389,7 @@ def known_fields(value: Any) -> Any:
 
 
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
-    """A model's validator: at most one of these fields is given."""
+    """Return a model's validator that allows at most one of these fields."""
 
     def check(model: ModelT) -> ModelT:
         given = [name for name in names if getattr(model, name) is not None]
@@ -439,7 +440,7 @@ class Pattern:
 
 
 def _refined(first: CoreSchema, second: CoreSchema, kind: str, message: str) -> CoreSchema:
-    """Values of `first` that `second` allows as well; its error has this kind and message."""
+    """Restrict `first` to values that `second` allows as well; its error has this kind and message."""
     return core_schema.chain_schema(
         [first, core_schema.custom_error_schema(second, kind, custom_error_message=message)]
     )

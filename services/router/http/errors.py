@@ -32,7 +32,7 @@ DEFAULT_RETRY_AFTER_S = 1.0
 Path = tuple[str | int, ...]
 
 _LITERAL_TYPES = frozenset({"literal_error", "float_type", "bool_type"})
-# In a union, errors of the members that the value is nothing like are reported after the others.
+# In a union, errors of the members that the value does not resemble are reported after the others.
 _TYPE_ERRORS = frozenset({"string_type", "list_type", "int_type", "dict_type", "model_type", "none_required"})
 
 UNKNOWN_FIELD = "unknown_field"
@@ -83,7 +83,7 @@ def error_body(error: KvferryError) -> ErrorBody:
 
 
 def error_code(error: KvferryError) -> str | None:
-    """The error's code; of a server's error without one, why it was raised."""
+    """Return the error's code; for a server's error without one, why it was raised."""
     return error.code or (error.reason if error.http_status >= 500 else None)
 
 
@@ -94,7 +94,7 @@ def messages_error_body(error: KvferryError) -> MessagesErrorBody:
 
 
 def error_headers(error: KvferryError) -> dict[str, str]:
-    """Retry-After where a retry may help, the challenge of a 401, and `close` where a part of the request is
+    """Return Retry-After if a retry may help, the challenge of a 401, and `close` if a part of the request is
     unread."""
     headers = {}
     if error.http_status in (409, 429, 503):
@@ -108,19 +108,19 @@ def error_headers(error: KvferryError) -> dict[str, str]:
 
 
 def error_response(error: KvferryError, path: str) -> JSONResponse:
-    """The answer to a request of this path."""
+    """Return the error's answer to a request of this path."""
     is_messages = path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
     body = messages_error_body(error) if is_messages else error_body(error)
     return JSONResponse(body, status_code=error.http_status, headers=error_headers(error))
 
 
 def internal_error() -> KvferryError:
-    """What a client is told of an unexpected failure; the log has the rest."""
+    """Return the error that a client gets after an unexpected failure; the log has the rest."""
     return KvferryError("The server failed unexpectedly; the request id names it in the server's log")
 
 
 def describe(value: object) -> str:
-    """A JSON value for an error message, short whatever its size."""
+    """Return a JSON value for an error message, shortened if it is long."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**40:
         return f"an integer of about {int(math.log10(abs(value))) + 1} digits"
     text = ""
@@ -132,7 +132,7 @@ def describe(value: object) -> str:
 
 
 def from_framework(error: Exception, method: str, path: str) -> KvferryError:
-    """The framework's own refusals: unknown routes and methods, and fields that fail their types."""
+    """Translate the framework's refusals: unknown routes and methods, and fields that fail their types."""
     if isinstance(error, RequestValidationError):
         return wrong_field(error)
     if not isinstance(error, HTTPException) or error.status_code >= 500:
@@ -149,9 +149,9 @@ def from_framework(error: Exception, method: str, path: str) -> KvferryError:
 
 
 def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
-    """The error of one field, with a dotted `param` (`messages[0].role`), its value and what is allowed."""
+    """Make one field's error, with a dotted `param` (`messages[0].role`), its value and what is allowed."""
     found = [(_real_path(refusal.body, error), error) for error in refusal.errors()]
-    # A value that fits no member of a union has one error for each member: the deepest says most.
+    # A value that fits no member of a union has one error for each member; the deepest is the most specific.
     path, first = max(found, key=lambda item: (len(item[0]), item[1]["type"] not in _TYPE_ERRORS))
     param, kind, message = _param_name(path)[:128], first["type"], first["msg"]
     value = describe(first["input"])
@@ -177,7 +177,7 @@ def _rule(error: dict[str, Any]) -> str:
 
 
 def _real_path(body: Any, error: dict[str, Any]) -> Path:
-    """The error's location in the body, without the names that pydantic adds for members of a union."""
+    """Return the error's location in the body, without names that pydantic adds for members of a union."""
     path: list[str | int] = []
     here, location = body, error["loc"][1:]
     for index, segment in enumerate(location):
@@ -193,7 +193,7 @@ def _real_path(body: Any, error: dict[str, Any]) -> Path:
 
 
 def _param_name(path: Path) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """Write `("messages", 0, "role")` as `messages[0].role`."""
     name = ""
     for segment in path:
         if isinstance(segment, int):

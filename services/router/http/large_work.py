@@ -1,7 +1,7 @@
-"""Reading and tokenizing of what is large, in threads of its own, where keys take turns.
+"""Reads and tokenizes large bodies in threads of their own, in which keys take turns.
 
-A text of megabytes takes seconds, and of memory some sixty times its size. In the threads that every request
-uses, those of one key would keep all others waiting, and as many at once as there are threads take gigabytes.
+A text of megabytes takes seconds, and some sixty times its size in memory. In the threads that every request
+uses, one key's texts would keep all others waiting, and as many at once as there are threads take gigabytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BodyWork(Protocol):
     `LargeWork.run` with what is known of it."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """What `work` returns or raises."""
+        """Return what `work` returns, or raise what it raises."""
         ...
 
 
@@ -49,13 +49,13 @@ class LargeWork:
         self._trimming: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Have the threads end with what they do."""
+        """Have each thread end after its current work."""
         if self._trimming is not None:
             self._trimming.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, owner: str, size_bytes: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. A caller that leaves keeps its place until the thread is done."""
+        """Return or raise as `work` does. A caller that leaves keeps its place until the thread is done."""
         num_mib = max(-(-size_bytes // _MIB), _LEAST_MIB)
         await self._turns.take(owner, num_mib)
         loop = asyncio.get_running_loop()

@@ -154,12 +154,12 @@ class RequestMiddleware:
                 _log_request(scope, record)
                 if record.error is not None:
                     fail(record.error)
-                    # Its frames refer to it, and to the request, which would stay until they are collected.
+                    # Its frames refer to the error and to the request, which would stay until collected.
                     record.error.__traceback__ = None
 
 
 def _listed(names: set[str]) -> str:
-    """Names that clients may have made up, as a header can have them."""
+    """Return names that clients may have made up, in a form that is valid in a header."""
     shown = [_NOT_IN_NAMES.sub("?", name)[:_MAX_NAME] for name in sorted(names)[:_MAX_NAMES]]
     return ", ".join([*shown, *(["..."] if len(names) > _MAX_NAMES else [])])
 
@@ -167,7 +167,7 @@ def _listed(names: set[str]) -> str:
 def _log_request(scope: Scope, record: RequestRecord) -> None:
     error, elapsed_s = record.error, time.perf_counter() - record.arrival_s
     if error is not None:
-        # Of a field its first name alone, because those below may be the client's.
+        # Only a field's first name, because the names below it may be the client's.
         param = "" if error.reason == UNKNOWN_FIELD else error.param or ""
         record.fields |= {"reason": error.reason, "param": re.split(r"[.\[]", param)[0] or None}
         # The message of a refused field quotes its value, which may be a prompt's text.
@@ -238,7 +238,7 @@ class LimitsMiddleware:
             if self.limits is not None and body:
                 await self.limits.count_bytes(owner, len(body))
             receive = _with_body(body, receive)
-            del body  # else it would stay until the answer has ended
+            del body  # otherwise it would stay until the answer has ended
             with self._refusals.around(owner, scope["path"]):
                 await self.app(scope, receive, send)
         finally:
@@ -286,7 +286,7 @@ class LimitsMiddleware:
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """The body, and then the client's leaving; parts of a body that come are dropped."""
+    """Return a `Receive` of the body, then of the disconnect; further parts of a body are dropped."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -315,7 +315,7 @@ class RecentRefusals:
 
     @contextlib.contextmanager
     def around(self, owner: str, path: str) -> Iterator[None]:
-        """Around a request of the caller.
+        """Enclose a request of the caller.
 
         Raises: CapacityExceeded as the last one, if a queue refused that within `REFUSED_S`.
         """
@@ -392,7 +392,7 @@ class BoundedH11Protocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this where h11 cannot parse the input."""
+        """Answer input that h11 cannot parse. Called by uvicorn."""
         limit_bytes = self.config.h11_max_incomplete_event_size or 0
         if len(self.conn.trailing_data[0]) > limit_bytes:
             self._refuse(HeadersTooLarge(f"The request's head is larger than {limit_bytes} bytes"))
@@ -417,7 +417,7 @@ class BoundedH11Protocol(H11Protocol):
         self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _make_room(self) -> None:
-        """Close a connection that has no request, or this one where every other has one."""
+        """Close a connection that has no request, or this one if every other has one."""
         for other in self.connections - {self}:
             assert isinstance(other, BoundedH11Protocol), "the server makes no others"
             has_request = other.cycle is not None and not other.cycle.response_complete
@@ -428,7 +428,7 @@ class BoundedH11Protocol(H11Protocol):
         self._refuse(Overloaded(message, reason="connections", retry_after_s=self.ended.wait_s(1)))
 
     def _watch_head(self) -> None:
-        """Have the timer run while the next head has begun and is not whole."""
+        """Have the timer run while the next head has begun and is not complete."""
         if self.conn.their_state is not h11.IDLE:
             self._stop_head_timer()
         elif self._head_timer is None and self.conn.trailing_data[0]:

@@ -35,7 +35,7 @@ _WANTED_FILES, _OTHER_FILES = 16_384, 256
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen as uvicorn does, which gives a TLS handshake a minute, and counts it as no connection."""
+        """Listen as uvicorn does, but limit TLS handshakes, which uvicorn lets last a minute, uncounted."""
         await super().startup(sockets=[])
         loop, config = asyncio.get_running_loop(), self.config
         limit_s = HANDSHAKE_S if config.is_ssl else None
@@ -66,7 +66,7 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
     host, port = listener.getsockname()[:2]
     server = _Server(_uvicorn_config(app, config))
     try:
-        # uvicorn itself would exit the process where a lifespan fails.
+        # uvicorn itself would exit the process if a lifespan fails.
         async with app.router.lifespan_context(app), _serving(server, listener, app.state.drain, config):
             yield format_address(str(host), int(port))
     finally:
@@ -131,7 +131,7 @@ def _check_tls(config: RouterConfig) -> None:
 
 
 def _room_for_connections() -> int:
-    """How many connections the process may have beside other files. Raises its limit as far as allowed."""
+    """Count the connections that the process may have beside other files, after raising its limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -149,6 +149,6 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(f"listen is {address!r}; it cannot be bound: {error}") from None
     listener.setblocking(False)
-    # Accepted connections inherit it. Else a token's packet waits for the client to acknowledge the last one.
+    # Accepted connections inherit it. Without it a token waits until the client acknowledges the last one.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -26,7 +26,7 @@ _SCRIPTS = {
 
 @cache
 def _page(name: Literal["playground", "docs"]) -> tuple[bytes, str]:
-    """The page, and the Content-Security-Policy that fits it: its own style and script by their digests."""
+    """Return the page, and its Content-Security-Policy: its own style and script by their digests."""
     folder = files(__name__)
     page, style, *scripts = (
         (folder / file).read_text("utf-8") for file in (f"{name}.html", "style.css", *_SCRIPTS[name])

@@ -35,23 +35,24 @@ function titleOf(conversation) {
 }
 
 function storeConversation(conversation) {
-  const others = storedConversations().filter((its) => its.id !== conversation.id);
+  const others = storedConversations().filter((stored) => stored.id !== conversation.id);
   writeConversations(conversation.messages.length ? [conversation, ...others] : others);
   localStorage.setItem(CURRENT, conversation.id);
 }
 
 function forgetConversation(id) {
-  writeConversations(storedConversations().filter((its) => its.id !== id));
+  writeConversations(storedConversations().filter((conversation) => conversation.id !== id));
 }
 
 /** Args: sessions: the server's; choose: called with a conversation, or with the id of one on the server only. */
 function conversationItems(sessions, currentId, choose) {
   const stored = storedConversations();
-  const known = new Set(stored.map((its) => its.id));
+  const known = new Set(stored.map((conversation) => conversation.id));
   const entries = [
-    ...stored.map((its) => [its.id, titleOf(its), `${its.turns.length} turns`, () => choose(its)]),
-    ...sessions.filter((its) => !known.has(its.id)).map((its) =>
-      [its.id, its.id, `${its.turns} turns, on the server`, () => choose(its.id)]),
+    ...stored.map((conversation) => [
+      conversation.id, titleOf(conversation), `${conversation.turns.length} turns`, () => choose(conversation)]),
+    ...sessions.filter((session) => !known.has(session.id)).map((session) =>
+      [session.id, session.id, `${session.turns} turns, on the server`, () => choose(session.id)]),
   ];
   return entries.map(([id, title, detail, open]) => {
     const button = make("button", { type: "button", "data-id": id }, title);

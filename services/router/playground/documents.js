@@ -3,14 +3,14 @@
 
 async function refreshDocuments() {
   const documents = await get("/v1/documents");
-  $("documents").replaceChildren(...documents.data.map((its) => {
-    const box = make("input", { type: "checkbox", value: its.id });
-    box.checked = conversation.documents.includes(its.id);
+  $("documents").replaceChildren(...documents.data.map((stored) => {
+    const box = make("input", { type: "checkbox", value: stored.id });
+    box.checked = conversation.documents.includes(stored.id);
     box.addEventListener("change", () => {
       conversation.documents = [...document.querySelectorAll("#documents input:checked")].map((one) => one.value);
     });
     const label = make("label");
-    label.append(box, ` ${its.id}, ${its.tokens.toLocaleString()} tokens`);
+    label.append(box, ` ${stored.id}, ${stored.tokens.toLocaleString()} tokens`);
     return label;
   }));
 }

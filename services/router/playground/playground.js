@@ -62,7 +62,8 @@ async function loadServer() {
   const [models, methods] = await Promise.all([get("/v1/models"), get("/v1/methods")]);
   modelName = models.data[0].id;
   $("model").textContent = `${modelName}, context ${models.data[0].max_model_len.toLocaleString()} tokens`;
-  withoutBudget = new Set(methods.data.filter((its) => its.token_budget === null && its.retention === null).map((its) => its.id));
+  withoutBudget = new Set(methods.data.filter((method) => method.token_budget === null && method.retention === null)
+    .map((method) => method.id));
   const chosen = $("method").value;
   $("method").replaceChildren(...methods.data.map((method) => {
     const option = make("option", { value: method.id }, method.default ? `${method.id} (default)` : method.id);
@@ -424,7 +425,7 @@ $("file").addEventListener("change", async () => {
 });
 
 $("key").value = sessionStorage.getItem("kvferry-key") ?? "";
-const former = storedConversations().find((its) => its.id === localStorage.getItem(CURRENT));
+const former = storedConversations().find((stored) => stored.id === localStorage.getItem(CURRENT));
 if (former) {
   conversation = former;
   showConversation();

@@ -69,8 +69,8 @@ class ImplicitTurn:
     keep_s: float | None = None
 
     def is_worth_storing(self, reused_tokens: int) -> bool:
-        """Whether storing the prompt makes tokens reusable that a later prompt would find: a block of new
-        ones, or those after the former prompt, which it replaces. The rows that it reuses are not copied.
+        """Return whether storing the prompt makes tokens reusable that a later prompt would find: a block of
+        new ones, or those after the former prompt, which it replaces. The rows that it reuses are not copied.
 
         Args: reused_tokens: how many of its tokens prefill found stored.
         """
@@ -102,7 +102,7 @@ class ImplicitSessions:
     def begin(
         self, owner: str, token_ids: tuple[int, ...], *, keep_s: float | None = None
     ) -> ImplicitTurn | None:
-        """The turn of a prompt without a session; None where it is too short to be found again.
+        """Begin the turn of a prompt without a session; None if it is too short to be found again.
 
         Args:
             owner: see `salted_owner`.
@@ -139,7 +139,7 @@ class ImplicitSessions:
     def add(
         self, turn: ImplicitTurn, *, prefill_address: str, decode_address: str
     ) -> list[tuple[SessionKey, str]]:
-        """Note that the turn's prompt is stored; returns those to be dropped for it, and where they are."""
+        """Note that the turn's prompt is stored; returns prompts to drop for it, and where they are."""
         former = turn.former if turn.extends_former and turn.former in self._records else None
         dropped = [] if former is None else [former]
         self._records[turn.key] = ImplicitRecord(
@@ -178,17 +178,17 @@ class ImplicitSessions:
         return [each for key, record in removed for each in (key, record.retained_as)]
 
     def _owned(self, owner: str) -> Iterator[SessionKey]:
-        """Those of an API key with every salt."""
+        """Return the prompts of an API key with any salt."""
         owner = owner.partition(_SALTED)[0]
         return (key for key in self._records if key.owner.partition(_SALTED)[0] == owner)
 
 
 def salted_owner(owner: str, salt: str) -> str:
-    """The owner under which a prompt's KV is stored and found: one API key's prompts of a salt. Those without
-    a salt are the key's own, and find its sessions, too."""
+    """Return the owner under which a prompt's KV is stored and found: one API key's prompts of a salt. Those
+    without a salt are the key's own, and find its sessions, too."""
     return f"{owner}{_SALTED}{hashlib.sha256(salt.encode()).hexdigest()}"
 
 
 def _rows_of(key: SessionKey) -> SessionKey:
-    """Another key than the prompt's: its rows stay when it is dropped for a prompt that continues it."""
+    """Return another key for the rows, which stay when the prompt is dropped for one that continues it."""
     return replace(key, session_id=f"{key.session_id}.rows")

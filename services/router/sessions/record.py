@@ -1,6 +1,6 @@
 """A session's record: the conversation as text and as token ids, and its JSON file.
 
-`stored_record.py` is how Redis stores it. A file is what export writes and import reads: self-contained,
+`stored_record.py` defines how Redis stores it. Export writes a file and import reads it: self-contained,
 without KV, which the next turn computes again from the token ids. It is checked as strictly as a request.
 """
 
@@ -25,7 +25,7 @@ _SESSION_ID = r"[A-Za-z0-9._:-]{3,128}|[A-Za-z0-9_:-][A-Za-z0-9._:-]?|\.[A-Za-z0
 
 
 def is_session_id(value: str) -> bool:
-    """Whether an id is well-formed; it must match in full."""
+    """Return whether an id is well-formed; it must match in full."""
     return re.fullmatch(_SESSION_ID, value) is not None
 
 
@@ -144,15 +144,15 @@ class SessionRecord(_Shown):
     parts: tuple[RecordPart, ...] = field(default=(), compare=False, repr=False)
 
     def response(self, response_id: str) -> StoredResponse | None:
-        """One of its responses."""
-        return next((its for its in self.responses if its.id == response_id), None)
+        """Return one of the session's responses."""
+        return next((stored for stored in self.responses if stored.id == response_id), None)
 
     def conversation(self, response: StoredResponse) -> tuple[ChatMessage, ...]:
-        """The messages up to the end of a response, without instructions."""
+        """Return the messages up to the end of a response, without instructions."""
         return self.messages[self.num_instructions :][: response.num_messages]
 
     def for_model(self, fingerprint: str) -> SessionRecord:
-        """The record as this model continues it: another model's has only text, and no token ids."""
+        """Return the record as this model continues it: another model's has only text, and no token ids."""
         if self.model_fingerprint == fingerprint:
             return self
         return replace(
@@ -160,14 +160,14 @@ class SessionRecord(_Shown):
         )
 
     def with_responses_of(self, before: SessionRecord) -> SessionRecord:
-        """The record with the responses of an earlier one whose whole conversation is in this one."""
+        """Return the record with an earlier one's responses whose whole conversation is in this one."""
         if not before.responses:
             return self
         instructions = before.num_instructions
         kept = [
-            its
-            for its in before.responses
-            for end in [instructions + its.num_messages]
+            response
+            for response in before.responses
+            for end in [instructions + response.num_messages]
             if self.messages[:end] == before.messages[:end]
         ]
         return replace(self, responses=tuple(kept), num_instructions=instructions if kept else 0)
@@ -196,7 +196,7 @@ REFUSALS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
-    """The key of a session.
+    """Return the key of a session.
 
     Raises: InvalidRequest where the id is not well-formed.
     """
@@ -247,7 +247,7 @@ class SessionFile(StrictModel):
 
     @classmethod
     def of(cls, key: SessionKey, record: SessionRecord, model_name: str) -> Self:
-        """The export of a session."""
+        """Make the export of a session."""
         same = {name: getattr(record, name) for name in _SAME_FIELDS}
         file = {
             "format": "kvferry.session",
@@ -261,7 +261,7 @@ class SessionFile(StrictModel):
         return cls.model_validate_json(msgspec.json.encode(file))
 
     def record(self, model: ModelSpec) -> SessionRecord:
-        """The session, if this server can continue it.
+        """Return the session, if this server can continue it.
 
         Raises: InvalidRequest with `param`.
         """
@@ -293,9 +293,9 @@ class SessionFile(StrictModel):
             )
 
     def _check_size(self) -> None:
-        """The text of a conversation is about as long as its tokens. Quotas count tokens, so more text than
-        they can stand for would be stored for nothing."""
-        texts = [self.text, self.preamble, *(its.content for its in self.messages)]
+        """Check that the text is about as long as its tokens. Quotas count tokens, so text beyond what the
+        tokens can stand for would be stored without being counted."""
+        texts = [self.text, self.preamble, *(message.content for message in self.messages)]
         size_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         limit_bytes = _MAX_TOKEN_BYTES * len(self.token_ids) + _MAX_EXTRA_BYTES
         if size_bytes > limit_bytes:

@@ -127,7 +127,7 @@ class RedisRecords:
             raise
 
     async def renew(self, key: SessionKey, token: str, lease_s: float) -> bool:
-        """Returns whether the lease is still current."""
+        """Renew a lease; return whether it is still current."""
         return bool(await self._run(scripts.RENEW, [_session(key)], token, _ms(lease_s)))
 
     async def release(self, key: SessionKey, token: str) -> None:
@@ -143,8 +143,8 @@ class RedisRecords:
         before: SessionRecord | None = None,
         max_bytes: int = 0,
     ) -> SessionRecord | None:
-        """Returns the record as Redis has it now; None, and nothing is written, where the lease was not
-        current any more.
+        """Commit a record. Returns the record as Redis has it now; None, and nothing is written, if the lease
+        was no longer current.
 
         Args:
             base: the commit that the record follows; empty for none.
@@ -183,7 +183,7 @@ class RedisRecords:
         return bool(await self._write(scripts.DELETE, _keys(key), marker, _ms(ttl_s), key.session_id))
 
     async def register(self) -> None:
-        """Say that this router is there and reads parts, and see whether all others do."""
+        """Announce that this router is present and reads parts, and see whether all others do."""
         registers = [_ROUTERS, _READERS]
         self._writes_parts = not await self._run(
             scripts.REGISTER, registers, self._name, _ms(_FORGET_ROUTER_S)
@@ -192,16 +192,16 @@ class RedisRecords:
     # ---- reading -----------------------------------------------------------------------------------------
 
     async def read(self, key: SessionKey, *, known: SessionRecord | None = None) -> Stored:
-        """Args: known: as for `acquire`."""
+        """Read a session. Args: known: as for `acquire`."""
         commit_id = known.commit_id if known is not None else ""
         return self._stored(key, await self._run(scripts.READ, [_session(key)], commit_id), known)
 
     async def commit_ids(self, keys: Sequence[SessionKey]) -> list[str]:
-        """Of each session; empty as in `Stored`."""
+        """Return the commit id of each session; empty as in `Stored`."""
         return [(value or b"").decode() for value in await self._fields(keys, "committed")]
 
     async def summaries(self, owner: str, *, documents: bool) -> dict[SessionKey, SessionSummary]:
-        """Of the owner's sessions, or of its documents."""
+        """Return summaries of the owner's sessions, or of its documents."""
         ids = await self._run(scripts.LIST, _index(owner, documents)[:1])
         keys = [SessionKey(owner=owner, session_id=name.decode()) for name in ids]
         values = await self._fields(keys, "summary")
@@ -233,7 +233,7 @@ class RedisRecords:
                     await self._run(scripts.EXPIRE, [_session(key), *index], key.session_id)
 
     async def evicts_records(self) -> bool:
-        """Whether Redis may evict records to make room for KV, by its configuration."""
+        """Return whether Redis may evict records to make room for KV, by its configuration."""
         info = await self._link.call(lambda client: client.info("memory"))
         return str(info.get("maxmemory_policy", "")).startswith("allkeys")
 
@@ -241,7 +241,7 @@ class RedisRecords:
         await self._link.close()
 
     def _stored(self, key: SessionKey, answer: Sequence[bytes], known: SessionRecord | None) -> Stored:
-        """What a script answers: the commit, and unless it is that of the copy, the record and its parts."""
+        """Read a script's answer: the commit, and unless it is that of the copy, the record and its parts."""
         commit_id, *values = answer
         if not values:
             return Stored(commit_id=commit_id.decode(), record=known)
@@ -261,7 +261,7 @@ class RedisRecords:
         return self._keys.seal(key.owner, value, context=f"{key.session_id} {field}")
 
     def _opened(self, key: SessionKey, field: str, value: bytes) -> bytes:
-        """What was sealed. Raises: StoreUnavailable, reason "key"."""
+        """Return what was sealed. Raises: StoreUnavailable, reason "key"."""
         try:
             return open_with(self._keys, key.owner, value, context=f"{key.session_id} {field}")
         except Unreadable as error:
@@ -299,7 +299,7 @@ class RedisRecords:
         return answer
 
     async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
-        """One field of many sessions."""
+        """Return one field of many sessions."""
 
         async def read(client: Any) -> list[bytes | None]:
             pipeline = client.pipeline(transaction=False)

@@ -1,4 +1,4 @@
-"""The Lua scripts of `redis_records.py`, which says what the keys are.
+"""The Lua scripts of `redis_records.py`, which describes the keys.
 
 Each is atomic and touches keys of one API key only, which share a hash slot, so that it runs on a cluster as
 well. `PRELUDE` goes before each.

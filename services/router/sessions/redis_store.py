@@ -78,7 +78,7 @@ class RedisLease(SessionLease):
 
     @property
     def commit_id(self) -> str:
-        """Of what the turn continues: the record, or a deletion's marker."""
+        """The commit that the turn continues: the record's, or a deletion's marker."""
         return self.record.commit_id if self.record is not None else self._commit_id
 
     async def is_current(self) -> bool:
@@ -122,7 +122,7 @@ class RedisSessionStore(SessionStore):
 
     @asynccontextmanager
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[RedisLease]:
-        """As in memory. Raises: SessionNotStored: the last turn is missing, and the record is needed."""
+        """Lease as in memory. Raises: SessionNotStored: the last turn is missing and its record needed."""
         deadline_s = asyncio.get_running_loop().time() + self._wait_s
         async with super().lease(key) as local:
             token = f"{self._instance}.{secrets.token_hex(8)}"
@@ -184,7 +184,7 @@ class RedisSessionStore(SessionStore):
             local.put(await self._records.commit(local.key, token, "", ours) or ours)
 
     def _check(self, lease: RedisLease, grant: Stored) -> None:
-        """Raises: SessionNotStored, StoreUnavailable: a turn cannot go on from this record."""
+        """Check the lease. Raises: SessionNotStored, StoreUnavailable: its record cannot be continued."""
         missing = self._unstored.get(lease.key)
         if missing and missing.commits and lease.commit_id and lease.commit_id not in missing.commits:
             del self._unstored[lease.key]  # the session has gone on at another router
@@ -269,7 +269,7 @@ class RedisSessionStore(SessionStore):
     # ---- records -----------------------------------------------------------------------------------------
 
     async def get(self, key: SessionKey) -> SessionRecord:
-        """As in memory; the copy here where Redis is down or has lost it."""
+        """Return a record as in memory; the copy here if Redis is down or has lost it."""
         copy = self.peek(key)
         try:
             stored = await self._records.read(key, known=copy)
@@ -287,14 +287,14 @@ class RedisSessionStore(SessionStore):
         return [(key, summary) for key, summary in found.items() if summary.expires_at_s > now_s]
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        """As in memory; of the copies here where Redis is down."""
+        """Return the usage as in memory; that of the copies here if Redis is down."""
         try:
             return await self._records.usage(owner, documents=documents, excluding=excluding)
         except StoreUnavailable:
             return await super().usage(owner, documents=documents, excluding=excluding)
 
     async def delete(self, key: SessionKey) -> None:
-        """As in memory; deletes nothing where Redis is down, since the session would come back."""
+        """Delete as in memory; delete nothing if Redis is down, since the session would come back."""
         marker = f"{DELETED}{secrets.token_hex(16)}"
         deleted = await self._records.delete(key, marker, self.ttl_s(key))
         was_unstored = self._unstored.pop(key, None) is not None
@@ -303,7 +303,7 @@ class RedisSessionStore(SessionStore):
             raise not_found(key)
 
     async def remove_stale(self) -> dict[SessionKey, SessionRecord]:
-        """Marks sessions, drops outdated copies, and now and then removes what has expired in Redis."""
+        """Mark sessions, drop outdated copies, and now and then remove what has expired in Redis."""
         await self._mark()
         with suppress(StoreUnavailable):
             await self._records.register()
@@ -311,7 +311,7 @@ class RedisSessionStore(SessionStore):
         stale = self._stale().keys()
         copies = self._to_compare(stale)
         now_s = self._clock()
-        expired = {key: its for key, its in copies if key in stale and its.expires_at_s <= now_s}
+        expired = {key: copy for key, copy in copies if key in stale and copy.expires_at_s <= now_s}
         try:
             commits = await self._records.commit_ids([key for key, _ in copies])
         except StoreUnavailable:
@@ -323,7 +323,7 @@ class RedisSessionStore(SessionStore):
         return {key: record for key, record in expired.items() if key not in there}
 
     def _to_compare(self, stale: Set[SessionKey]) -> list[tuple[SessionKey, SessionRecord]]:
-        """Idle copies: all stale ones, and of the others those whose turn it is."""
+        """Return idle copies: all stale ones, and of the others those whose turn it is."""
         idle = self._idle()
         others = [key for key in idle if key not in stale]
         first = self._next_compared if self._next_compared < len(others) else 0

@@ -63,11 +63,11 @@ class SessionLease:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the store still has the session that was leased."""
+        """True if the store still has the session that was leased."""
         return self._store._entries.get(self.key) is self._entry
 
     async def is_current(self) -> bool:
-        """False once the session was deleted or taken over: this turn must not bring it back."""
+        """Return False once the session was deleted or taken over: this turn must not bring it back."""
         return self.is_valid
 
     async def commit(self, record: SessionRecord) -> bool:
@@ -85,7 +85,7 @@ class SessionLease:
         return self.put(record)
 
     def note_unstored(self) -> None:
-        """The turn is answered although its commit has failed: the next one must have the whole
+        """Note that the turn is answered although its commit has failed: the next one must have the whole
         conversation. Memory takes every record."""
 
     def put(self, record: SessionRecord | None) -> bool:
@@ -172,28 +172,28 @@ class SessionStore:
             raise self.busy(key) from None
 
     async def get(self, key: SessionKey) -> SessionRecord:
-        """Raises: SessionNotFound, DocumentNotFound, StoreUnavailable."""
+        """Return a session's record. Raises: SessionNotFound, DocumentNotFound, StoreUnavailable."""
         record = self.peek(key)
         if record is None:
             raise not_found(key)
         return record
 
     def peek(self, key: SessionKey) -> SessionRecord | None:
-        """The record in this process; None where there is none or it has expired."""
+        """Return the record in this process; None if there is none or it has expired."""
         entry = self._entries.get(key)
         return None if entry is None or self._is_expired(entry) else entry.record
 
     def is_running(self, key: SessionKey) -> bool:
-        """Whether a turn of this router has the session: until its KV is in the history."""
+        """Return whether a turn of this router has the session: until its KV is in the history."""
         entry = self._entries.get(key)
         return entry is not None and entry.lock.locked()
 
     async def owned_by(self, owner: str, *, documents: bool) -> list[tuple[SessionKey, SessionSummary]]:
-        """The owner's sessions, or its documents. Raises: StoreUnavailable."""
+        """List the owner's sessions, or its documents. Raises: StoreUnavailable."""
         return [(key, record.summary) for key, record in self._owned(owner, documents)]
 
     async def usage(self, owner: str, *, documents: bool, excluding: SessionKey) -> KeyUsage:
-        """What the owner has stored, apart from one of them. Raises: StoreUnavailable."""
+        """Count what the owner has stored, apart from one of them. Raises: StoreUnavailable."""
         num_records = num_tokens = size_bytes = 0
         first_s = math.inf
         for key, record in self._owned(owner, documents):
@@ -210,11 +210,11 @@ class SessionStore:
         )
 
     async def check_quota(self, lease: SessionLease, config: RouterConfig, record: SessionRecord) -> None:
-        """Whether the lease's owner may store this as its session or document.
+        """Check that the lease's owner may store this as its session or document.
 
         Checked before a turn runs, so that nothing is computed that cannot be stored. Routers that share a
-        Redis count together; two simultaneous requests may both pass, but for bytes, which the commit checks
-        again.
+        Redis count together. Two simultaneous requests may both pass, except for bytes, which the commit
+        checks again.
 
         Args: record: as it will be after the turn, as far as that is known.
         Raises:
@@ -249,7 +249,7 @@ class SessionStore:
         self.check_bytes(lease, usage, size_bytes)
 
     def check_bytes(self, lease: SessionLease, usage: KeyUsage, size_bytes: int) -> None:
-        """Whether the lease's session or document may have this many bytes beside the owner's others. One
+        """Check that the lease's session or document may have this many bytes beside the owner's others. One
         that does not grow may.
 
         Raises: as `check_quota`.
@@ -289,7 +289,7 @@ class SessionStore:
         return stale
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing, because nothing is open."""
 
     def busy(self, key: SessionKey) -> SessionBusy:
         return SessionBusy(
@@ -297,7 +297,7 @@ class SessionStore:
         )
 
     def _stale(self) -> dict[SessionKey, SessionRecord]:
-        """Idle sessions that `remove_stale` would remove."""
+        """Return the idle sessions that `remove_stale` would remove."""
         idle = sorted(self._idle().items(), key=lambda item: item[1].expires_at_s)
         now_s, excess = self._clock(), len(self._entries) - self._max_sessions
         return {
@@ -307,7 +307,7 @@ class SessionStore:
         }
 
     def _idle(self) -> dict[SessionKey, SessionRecord]:
-        """Records of sessions that no request has or waits for."""
+        """Return the records of sessions that no request has or waits for."""
         return {
             key: entry.record
             for key, entry in self._entries.items()

@@ -5,8 +5,8 @@ and the head, which has the record's other fields and names the last part:
 
     head ──last──► part 2 ──after──► part 1 ──after──► part 0 ──after──► ''
 
-What a turn changes instead of adding to it (another answer to the same question, ids of an answer that its
-chat template shows in another way) is in the last parts, which are then replaced. So Redis has nothing that
+A turn may also change what is there (another answer to the same question, ids of an answer that its chat
+template shows in another way). That is in the last parts, which are then replaced. So Redis has nothing that
 is not in the record, and a turn writes as many bytes after a hundred others as after one.
 
 Everything names its format's version, is bounded, and is read without trusting it. Records of version 1 are
@@ -104,7 +104,7 @@ class WrittenRecord:
 
 
 def write_whole(record: SessionRecord) -> WrittenRecord:
-    """The record as version 1 has it."""
+    """Encode a record as version 1 has it."""
     whole = _finite(replace(record, parts=()))
     body = msgspec.Raw(msgspec.msgpack.encode(whole))
     head = msgspec.msgpack.encode(_Stored(version=WHOLE_VERSION, record=body))
@@ -112,7 +112,7 @@ def write_whole(record: SessionRecord) -> WrittenRecord:
 
 
 def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenRecord:
-    """The record's head, and the parts that Redis lacks.
+    """Encode the record's head, and the parts that Redis lacks.
 
     Args: before: the record that Redis has; None where it may have another or none.
     """
@@ -122,7 +122,7 @@ def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenR
     while parts and not _is_within(parts[-1].ends, shared):
         parts.pop()
     num_kept, encoded = len(parts), []
-    # What both have is a part of its own, so that it stays where the next turn changes what comes after it.
+    # What both have is a part of its own, so that it stays if the next turn changes what comes after it.
     for ends in (shared, _lengths(record)):
         former = parts[-1] if parts else _START
         if ends != former.ends:
@@ -141,7 +141,7 @@ def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenR
 
 
 def read_record(head: bytes, parts: Sequence[bytes]) -> SessionRecord:
-    """A record of either version; one of version 1 has no parts.
+    """Decode a record of either version; one of version 1 has no parts.
 
     Raises: StoreUnavailable, reason "format", where these are not the head and the parts of a record.
     """
@@ -165,19 +165,19 @@ def read_record(head: bytes, parts: Sequence[bytes]) -> SessionRecord:
 
 
 def decode_summary(data: bytes) -> SessionSummary:
-    """Raises: StoreUnavailable, reason "format"."""
+    """Decode a summary. Raises: StoreUnavailable, reason "format"."""
     try:
         return _finite(_SUMMARY.decode(data))
     except REFUSALS as error:
         raise _unreadable(str(error)) from None
 
 
-def _finite(its: _AnyShown) -> _AnyShown:
+def _finite(record: _AnyShown) -> _AnyShown:
     """Check a record's numbers. Raises: ValueError where one is not finite."""
     for name in ("last_plan", "compression", "ttl_s", "created_at_s", "expires_at_s"):
-        if not _is_finite(getattr(its, name)):
+        if not _is_finite(getattr(record, name)):
             raise ValueError(f"{name} is or has a number that is not finite")
-    return its
+    return record
 
 
 def _is_finite(value: Any) -> bool:
@@ -187,7 +187,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _part(record: SessionRecord, former: RecordPart, ends: tuple[int, ...]) -> tuple[RecordPart, bytes]:
-    """The part after `former`, up to these ends, and its bytes."""
+    """Make the part after `former`, up to these ends, and its bytes."""
     spans = zip(_NAMES, former.ends, ends, strict=True)
     values = {name: getattr(record, name)[low:high] for name, low, high in spans}
     part = _Part(id=secrets.token_hex(_ID_BYTES), after=former.id, **values)
@@ -196,17 +196,17 @@ def _part(record: SessionRecord, former: RecordPart, ends: tuple[int, ...]) -> t
 
 def _parts(read: Sequence[_Part]) -> Iterator[RecordPart]:
     part = _START
-    for its in read:
-        part = RecordPart(its.id, tuple(map(sum, zip(part.ends, _lengths(its), strict=True))))
+    for each in read:
+        part = RecordPart(each.id, tuple(map(sum, zip(part.ends, _lengths(each), strict=True))))
         yield part
 
 
-def _lengths(its: SessionRecord | _Growing) -> tuple[int, ...]:
-    return tuple(len(getattr(its, name)) for name in _NAMES)
+def _lengths(record: SessionRecord | _Growing) -> tuple[int, ...]:
+    return tuple(len(getattr(record, name)) for name in _NAMES)
 
 
 def _shared(record: SessionRecord, before: SessionRecord) -> tuple[int, ...]:
-    """How much of each growing field the record has as before."""
+    """Return how much of each growing field is the same in the record as before."""
     return tuple(common_prefix(getattr(before, name), getattr(record, name)) for name in _NAMES)
 
 

@@ -190,7 +190,7 @@ class Attempt:
         self._log = structlog.get_logger(__name__).bind(request_id=self.worker_request_id)
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Raises: KvferryError, with `failed_role` set."""
+        """Yield the attempt's events. Raises: KvferryError, with `failed_role` set."""
         with self.prefill.busy():
             try:
                 while True:
@@ -207,7 +207,7 @@ class Attempt:
                     await cancelled(self._shipping)
 
     def _moves(self, error: KvferryError) -> bool:
-        """Whether the attempt goes on with another decode worker, to which prefill ships what it has."""
+        """Return whether the attempt moves to another decode worker, to which prefill ships what it has."""
         shipping = self._shipping
         if self._accepted or self._is_redirecting or shipping is None or shipping.done():
             return False
@@ -217,7 +217,7 @@ class Attempt:
         return True
 
     async def _decoded(self) -> AsyncGenerator[TurnEvent, None]:
-        """The events of the attempt with one decode worker."""
+        """Yield the events of the attempt with one decode worker."""
         with self.decode.busy(), self._blaming("decode"):
             async with aclosing(self._generate()) as decoding:
                 ticket = await self._ticket(decoding)
@@ -255,7 +255,7 @@ class Attempt:
                     await cancelled(accepting)
 
     async def shipped(self) -> None:
-        """Wait until prefill has sent everything, or was lost after it had."""
+        """Wait until prefill has sent everything, even if it was lost afterwards."""
         assert self._shipping is not None, "nothing is shipped before the first token"
         await asyncio.wait((self._shipping,))
 
@@ -264,14 +264,14 @@ class Attempt:
         await self.decode.client.finish(self.worker_request_id, timeout_s=CUT_OFF_S)
 
     def _told(self, kind: type[_Told], **others: Any) -> _Told:
-        """The request to a worker: every field that the turn has as well, and others."""
+        """Return the request to a worker: every field that the turn has as well, and others."""
         turn, names = self._request, [field.name for field in fields(kind)]
         shared = {name: getattr(turn, name) for name in names if hasattr(turn, name)}
         ids = {"request_id": self.worker_request_id, "model_fingerprint": turn.model.fingerprint}
         return kind(**(shared | ids | others))
 
     def _remaining_s(self) -> float:
-        """The workers' deadline, with time for a turn that may be cut off to return its tokens."""
+        """Return the workers' deadline, with time for a turn that may be cut off to return its tokens."""
         grace_s = CUT_OFF_S if self._request.keeps_cut_off else 0.0
         return max(0.001, self._request.deadline_s + grace_s - asyncio.get_running_loop().time())
 
@@ -280,7 +280,7 @@ class Attempt:
         try:
             yield
         except Cancelled as error:
-            # Cancellation by this router is no KvferryError: the worker gave up, as a stopping one does.
+            # Cancellation by this router is not a KvferryError: the worker gave up, as a stopping one does.
             self.failed_role = self.failed_role or role
             raise WorkerUnavailable(f"The {role} worker cancelled the turn: {error.message}") from error
         except KvferryError as error:
@@ -293,7 +293,7 @@ class Attempt:
             raise
 
     def _of_release(self, error: KvferryError, role: Role) -> KvferryError:
-        """Blame the worker's release for a refusal of what this router finds right.
+        """Blame the worker's release for refusing something that this router considers valid.
 
         Raises: InvalidRequest: the plan does not go with the prompt; its client is to be told so.
         """
@@ -317,7 +317,7 @@ class Attempt:
     # ---- prefill -----------------------------------------------------------------------------------------
 
     async def _redirect(self, ticket: Ticket) -> None:
-        """Have prefill ship what it has to another worker's ticket. Where it cannot, the attempt fails."""
+        """Have prefill ship what it has to another worker's ticket. If it cannot, the attempt fails."""
         self._is_redirecting = True
         with self._blaming("prefill"):
             request = RedirectRequest(request_id=self.worker_request_id, ticket=ticket)
@@ -325,7 +325,7 @@ class Attempt:
         self._is_redirecting = False
 
     async def _ship(self, ticket: Ticket) -> None:
-        """Run prefill against a ticket. Once decode has the whole transfer, prefill's loss is no failure."""
+        """Run prefill against a ticket. Once decode has the whole transfer, losing prefill is no failure."""
         if self._start is not None:
             self._has_first = True
             self._take(self._start.first_token)
@@ -363,7 +363,7 @@ class Attempt:
                 self._log.warning("prefill lost after its transfer", error=error.message)
 
     def _take(self, token: SampledToken) -> None:
-        """Take a token of prefill's, for whoever waits for it."""
+        """Take a token of prefill's, for the task that waits for it."""
         self._drawn.append(token)
         self._tell()
 
@@ -378,7 +378,7 @@ class Attempt:
             await until(self._news, *tasks, patience_s=_ACCEPT_TIMEOUT_S)
 
     async def _drawn_before(self, index: int) -> AsyncGenerator[SampledToken, None]:
-        """Prefill's tokens below an index."""
+        """Yield prefill's tokens below an index."""
         assert self._shipping is not None, "decode has the prompt"
         while self._due_index is None or self._due_index < index:
             while self._drawn:
@@ -427,7 +427,7 @@ class Attempt:
 
 
 def _is_of_release(error: KvferryError) -> bool:
-    """Whether a worker refuses what its router made of a request. Those of earlier releases do not say so."""
+    """Return whether a worker refuses what its router made of a request; earlier releases do not say so."""
     if error.reason == OTHER_RELEASE:
         return True
     is_plain = isinstance(error, InvalidRequest) and error.reason == InvalidRequest.category

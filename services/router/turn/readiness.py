@@ -1,6 +1,6 @@
-"""Whether the router can serve: recent turns show it, and when there are none a probe turn does.
+"""Checks that the router can serve: by recent turns, and if there are none by a probe turn.
 
-A probe is a tiny turn over the real path. It counts in no metric.
+A probe is a tiny turn over the real path. No metric counts it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Readiness:
         self._log = structlog.get_logger(__name__)
 
     def problem(self) -> KvferryError | None:
-        """Why the router is not ready; None where it is."""
+        """Return why the router is not ready; None if it is."""
         if self._drain.has_begun:
             return self._drain.refusal()
         if served_model(self._runner.prefill, self._runner.decode, ready_only=True) is None:
@@ -87,7 +87,7 @@ class Readiness:
                 failing = True
                 await asyncio.sleep(min(_FAILED_PROBE_S, self._probe_interval_s))
             except Exception:
-                # The top of the loop: it must go on, or readiness would never change again.
+                # This loop must go on, or readiness would never change again.
                 self._log.exception("probe turn failed unexpectedly")
                 await asyncio.sleep(self._probe_interval_s)
             else:

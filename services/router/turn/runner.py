@@ -1,6 +1,7 @@
-"""What turns run on: the pools of workers, tasks that outlive requests, and calls beside turns.
+"""Shared by all turns: the pools of workers, tasks that outlive requests, and calls beside turns.
 
-`turn.py` runs one turn. Here the workers are asked what they have of a prompt, and told what becomes of it.
+`turn.py` runs one turn. Here workers are asked what they have stored of a prompt, and told to publish or drop
+it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TurnRunner:
     last_success_s: float | None = None
 
     def model(self) -> ModelSpec:
-        """The model that the workers serve now.
+        """Return the model that the workers serve now.
 
         Raises: Overloaded where workers of both roles have none in common.
         """
@@ -113,7 +114,7 @@ class TurnRunner:
         is_current: bool,
         pin: bool = False,
     ) -> bool:
-        """Make what the turn staged the session's history, or drop it where the session's lease is no longer
+        """Make what the turn staged the session's history, or drop it if the session's lease is no longer
         current. Lost history costs a prefill, not the session. Returns whether it was published."""
         if (worker := self.prefill.worker(stats.prefill_address)) is None:
             return False
@@ -135,12 +136,12 @@ class TurnRunner:
     async def with_prefix(
         self, owner: str, prompt: tuple[int, ...], fingerprint: str, *, prefer: tuple[str, ...] = ()
     ) -> tuple[str, ...]:
-        """The prefill workers that have a prefix of the prompt stored for the owner, the longest one first;
-        where none has, `prefer`, or the least loaded of those that were asked if there are others.
+        """Return the prefill workers that have stored a prefix of the prompt for the owner, the longest
+        first. If none has, return `prefer`, or the least loaded of those that were asked if there are others.
 
-        They are asked, because other routers' prompts are stored there as well. One that does not answer
-        soon has none. A worker that is alone is not asked. Of many workers, the few near the prompt's first
-        block are asked, and prompts go to them: what a request costs does not grow with the workers.
+        They are asked because they also store other routers' prompts. One that does not answer soon counts as
+        having none. A single worker is not asked. Of many workers, the few near the prompt's first block are
+        asked, and prompts go to them: the cost of a request does not grow with the workers.
         """
         num_ready = len(self.prefill.ready_workers(fingerprint))
         hashes = tuple(block_hashes(prompt, len(prompt)))
@@ -179,9 +180,9 @@ class TurnRunner:
 def shared_version(
     prefill: WorkerPool[Any], decode: WorkerPool[Any], fingerprint: str, *, prefer: Sequence[str] = ()
 ) -> int | None:
-    """The block protocol in which a turn's two workers will exchange KV, which must be the same; None where
-    no pair of ready workers has one. During an upgrade there may be several: that of the first preferred
-    prefill worker, else the one of which there are most pairs, the newest of equals."""
+    """Return the block protocol in which a turn's two workers will exchange KV, which must be the same; None
+    if no pair of ready workers has one. During an upgrade there may be several: choose that of the first
+    preferred prefill worker, else the one of which there are most pairs, the newest of equals."""
     at_prefill, at_decode = prefill.versions(fingerprint), decode.versions(fingerprint)
     pairs = {version: min(count, at_decode[version]) for version, count in at_prefill.items()}
     shared = {version: count for version, count in pairs.items() if count}
@@ -195,7 +196,7 @@ def shared_version(
 def served_model(
     prefill: WorkerPool[Any], decode: WorkerPool[Any], *, ready_only: bool = False
 ) -> ModelSpec | None:
-    """The model that workers of both roles have; during a rollout, the one that more of them have.
+    """Return the model that workers of both roles have; during a rollout, the one that more of them have.
 
     Args: ready_only: ignore workers that are not ready now.
     """
@@ -220,7 +221,7 @@ async def _asked(
     *,
     failed: str = "",
 ) -> dict[str, _Answer]:
-    """The workers' answers by address, without those that do not answer.
+    """Return the workers' answers by address, without those that do not answer.
 
     Args: failed: what the log says of those; empty for nothing.
     """

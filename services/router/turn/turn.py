@@ -1,9 +1,9 @@
 """One turn: a prompt's tokens in, the completion's tokens out, each exactly once, whichever workers are lost.
 
-A turn is an async generator. Where a worker is lost it replays the prompt and the tokens already delivered on
-another one: as one prompt where that gives the same KV; otherwise decode draws the delivered tokens again, so
-that a lossy method says what it would have said. It handles tokens only; `completion.py` makes text of them
-and updates the session.
+A turn is an async generator. If a worker is lost it replays the prompt and the tokens already delivered on
+another one: as one prompt if that gives the same KV; otherwise decode draws the delivered tokens again, so
+that a lossy method gives the same answer as without the loss. It handles tokens only; `completion.py` makes
+text of them and updates the session.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Turn:
         return self.stats
 
     async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Admitted, each token of the completion once, and Finished; then goes on until generated KV is back
-        at prefill.
+        """Yield Admitted, each token of the completion once, and Finished; then go on until generated KV is
+        back at prefill.
 
         Cancelling the reader, or closing the generator, frees everything that workers have reserved. The
         reader applies the deadline.
@@ -134,7 +134,7 @@ class Turn:
                 self._discard(attempt)
                 if self._was_cut:
                     raise
-                if isinstance(error, HistoryMiss):  # it would be looked for again
+                if isinstance(error, HistoryMiss):  # so that the next attempt does not look for it again
                     self.request = replace(self.request, max_reused_tokens=0)
                 await self._recover(error, attempt)
             except (asyncio.CancelledError, GeneratorExit):
@@ -149,7 +149,7 @@ class Turn:
     def cut(self) -> bool:
         """End with the delivered tokens, if the session keeps them and there are any.
 
-        Returns: whether it will; False where the turn is to be given up, or has ended.
+        Returns: whether it will; False if the turn is to be given up, or has ended.
         """
         if self.finish_reason is not None or not self.request.keeps_cut_off or not self.stats.token_ids:
             return False
@@ -160,7 +160,7 @@ class Turn:
         return True
 
     async def _begin(self) -> Attempt:
-        """The next attempt; the first one of a further choice is from the prompt of the first choice."""
+        """Begin the next attempt; the first one of a further choice starts from the first choice's prompt."""
         share, stats = self._share, self.stats
         attempt: Attempt | None = None
         if share is not None and self._number:
@@ -176,7 +176,7 @@ class Turn:
         return attempt
 
     def _next_attempt(self) -> Attempt:
-        """An attempt at the rest of the turn: delivered tokens join the prompt."""
+        """Return an attempt at the rest of the turn: delivered tokens join the prompt."""
         request, stats, avoid = self.request, self.stats, self._avoid
         pools, fingerprint = (self._runner.prefill, self._runner.decode), request.model.fingerprint
         version = shared_version(*pools, fingerprint, prefer=request.prefer_prefill)
@@ -190,7 +190,7 @@ class Turn:
         decode = pools[1].choose(**of_turn, prefer=request.prefer_decode, avoid=avoid["decode"])
         if delivered := tuple(stats.token_ids):
             request = _resumed(request, delivered, stats.first)
-            self._close_share()  # the prompt is another one now, or it is run to draw delivered tokens again
+            self._close_share()  # the prompt differs now, or is run to draw delivered tokens again
         else:
             stats.first = None  # nothing of an earlier attempt was delivered
         return Attempt(prefill, decode, request, stats, self._other_decode, self._share)
@@ -202,7 +202,7 @@ class Turn:
         self._share = None
 
     def _other_decode(self, error: KvferryError) -> Worker[DecodeControl] | None:
-        """A ready decode worker that may take over the running attempt; None where a replay is better."""
+        """Return a ready decode worker that may take over the running attempt; None if a replay is better."""
         runner, stats, attempt = self._runner, self.stats, self._attempt
         if attempt is None or self._was_cut or not error.retryable or stats.replays >= runner.max_recoveries:
             return None
@@ -233,8 +233,8 @@ class Turn:
         )
 
     def _end_of_tokens(self) -> FinishReason | None:
-        """Why the delivered tokens are a whole completion; None while they are not. Needed where decode was
-        lost between its last token and its last event."""
+        """Return why the delivered tokens are a whole completion; None while they are not. Needed if decode
+        was lost between its last token and its last event."""
         request, delivered = self.request, self.stats.token_ids
         ends = set(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
@@ -244,13 +244,13 @@ class Turn:
         return "length" if len(delivered) >= request.sampling.max_tokens else None
 
     async def _recover(self, error: KvferryError, attempt: Attempt) -> None:
-        """Have the next attempt avoid the worker that failed; raise `error` where a replay would not help."""
+        """Have the next attempt avoid the worker that failed; raise `error` if a replay would not help."""
         stats, runner, role = self.stats, self._runner, attempt.failed_role
         fingerprint = self.request.model.fingerprint
         refused = _is_refusal(error) and not stats.token_ids
         drains = error.reason == REASON and not stats.token_ids
         if role is not None and (refused or drains):
-            # The worker lacks room, is to end, or does not know what it is to do; this is not a recovery.
+            # The worker lacks room, will end soon, or does not understand the request: not a recovery.
             pool, _ = self._give_up(role, attempt, error)
             others = pool.ready_workers(fingerprint, attempt.prefill.version)
             if any(worker.address not in self._avoid[role] for worker in others):
@@ -295,9 +295,9 @@ def deadline_passed() -> DeadlineExceeded:
 
 
 def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken | None) -> TurnRequest:
-    """The rest of a turn whose first tokens the client has.
+    """Return the rest of a turn whose first tokens the client has.
 
-    Args: first: prefill's first answer. Another worker selects the same rows only where it runs the same
+    Args: first: prefill's first answer. Another worker selects the same rows only if it runs the same
         tokens, so it reuses no more than the first one did.
     """
     session = request.session
@@ -307,7 +307,7 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
         num_left = request.sampling.max_tokens - len(delivered)
         sampling = replace(request.sampling, max_tokens=num_left, first_index=len(delivered))
         prompt = request.prompt_token_ids + delivered
-        request = replace(request, question=None)  # the prompt ends otherwise
+        request = replace(request, question=None)  # the prompt has another end now
     else:
         sampling = replace(request.sampling, delivered=delivered)
         prompt = request.prompt_token_ids
@@ -320,5 +320,5 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
 
 
 def _is_refusal(error: KvferryError) -> bool:
-    """The worker works and has no room now, or is of another release; the client may retry."""
+    """Return whether a working worker has no room now, or is of another release; the client may retry."""
     return isinstance(error, Overloaded | CapacityExceeded) and not isinstance(error, WorkerUnavailable)

@@ -40,7 +40,7 @@ class VllmMetrics(Collector):
         }
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is collected when this is registered."""
+        """Yield nothing, so that registration does not collect."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -50,7 +50,7 @@ class VllmMetrics(Collector):
         yield self._cache_use()
 
     def _cache_use(self) -> Metric:
-        """The part of the decode workers' arenas that is in use."""
+        """Return the part of the decode workers' arenas that is in use."""
         family = Metric(_CACHE_USE, "The part of decode's KV memory in use", "gauge")
         models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for worker in self._decode.workers():

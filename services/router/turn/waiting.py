@@ -19,7 +19,7 @@ async def until(
     """Wait for one future while prefill ships and other tasks run; a failure of any of them ends the wait at
     once.
 
-    Of two failures, a lost worker says more than the transfer that broke with it.
+    Of two failures, a lost worker tells more than the transfer that broke with it.
 
     Args: patience_s: how long to wait once everything is shipped.
     Raises: WorkerUnavailable: that was not enough.
@@ -43,4 +43,4 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait((task,), timeout=_CLOSE_TIMEOUT_S)
     if task.done() and not task.cancelled():
-        task.exception()  # retrieved, or asyncio would log it
+        task.exception()  # retrieved, because asyncio would log it otherwise

@@ -1,8 +1,8 @@
 """The workers of one role: their addresses, clients and polled status, and the choice of one for a turn.
 
 A configured name may resolve to many addresses, and to others later. Every worker is polled for its status,
-and names are resolved again now and then, so that workers may come and go. A choice looks at a few workers,
-however many there are: which are ready is noted when a status changes it. Runs no turns.
+and names are resolved again now and then, so that workers may come and go. A choice looks at only a few
+workers: the ready ones are noted whenever a status changes. Runs no turns.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class WorkerPool(Generic[ClientT]):
 
     @classmethod
     def of_clients(cls, role: Role, clients: Mapping[str, ClientT], **polling: Any) -> WorkerPool[ClientT]:
-        """A pool of clients that the caller made and closes, by names that are not resolved."""
+        """Return a pool of clients that the caller made and closes, by names that are not resolved."""
 
         async def unresolved(name: str) -> tuple[str, ...]:
             return (name,)
@@ -195,23 +195,23 @@ class WorkerPool(Generic[ClientT]):
 
     @property
     def misunderstood(self) -> str:
-        """The end of a sentence about a worker whose status is not understood; "" where there is none."""
+        """The end of a sentence about a worker whose status is not understood; "" if there is none."""
         found = (worker for worker in self.workers() if worker.status is None and worker.problem)
         return next((f"; of the {self.role} worker {one.address}: {one.problem}" for one in found), "")
 
     def versions(self, fingerprint: str) -> Counter[int]:
-        """The block protocols of the model's ready workers, and how many workers speak each."""
+        """Return the block protocols of the model's ready workers, and how many workers speak each."""
         return self._ring(fingerprint).versions
 
     def models(self, *, ready_only: bool) -> Counter[ModelSpec]:
-        """The workers' models, and how many workers have each."""
+        """Return the workers' models, and how many workers have each."""
         if ready_only not in self._models:
             workers = self.ready_workers() if ready_only else self.workers()
             self._models[ready_only] = Counter(it.model for it in workers if it.model is not None)
         return self._models[ready_only]
 
     def kernel_paths(self) -> dict[str, list[str]]:
-        """The kernel paths that the workers which are up use, by op."""
+        """Return by op the kernel paths of the workers that are up."""
         up = [worker.status.kernel_paths for worker in self.workers() if worker.status is not None]
         ops = sorted({op for paths in up for op in paths})
         return {op: sorted({paths[op] for paths in up if op in paths}) for op in ops}
@@ -224,7 +224,7 @@ class WorkerPool(Generic[ClientT]):
         prefer: Sequence[str] = (),
         avoid: Collection[str] = (),
     ) -> Worker[ClientT]:
-        """The worker for a turn: the first preferred one that is ready, else the least loaded of a few.
+        """Choose a worker for a turn: the first preferred ready one, else the least loaded of a few.
 
         Args:
             version: of the block protocol; None: any.
@@ -248,10 +248,10 @@ class WorkerPool(Generic[ClientT]):
         return min([worker for worker in drawn if worker.address not in avoid] or drawn, key=_load)
 
     def near(self, place: int, *, fingerprint: str) -> list[Worker[ClientT]]:
-        """The `NUM_NEAR` ready workers after a place on the ring of 64-bit digests, the least loaded first.
+        """Return `NUM_NEAR` ready workers after a place on the ring of 64-bit digests, least loaded first.
 
-        They are the same ones for every router that sees the same workers, and when a worker comes or goes
-        all but one of them stay.
+        They are the same for every router that sees the same workers, and when a worker comes or goes all but
+        one of them stay.
         """
         return sorted(self._ring(fingerprint).following(place, NUM_NEAR), key=_load)
 
@@ -264,8 +264,7 @@ class WorkerPool(Generic[ClientT]):
                     await self._changed.wait()
 
     def report_lost(self, address: str, instance_id: str) -> None:
-        """Mark a worker that a turn lost as down until its next status. Ignored where it has restarted
-        since."""
+        """Mark a worker that a turn lost as down until its next status. Ignored if it has restarted since."""
         worker = self._workers.get(address)
         if worker is not None and worker.instance_id == instance_id:
             self._set_status(worker, None)
@@ -306,7 +305,7 @@ class WorkerPool(Generic[ClientT]):
             try:
                 await work()
             except Exception:
-                # The top of the loop: it must go on, or the router would keep the last status for ever.
+                # This loop must go on, or the router would keep the last status for ever.
                 self._log.exception("worker polling failed")
 
     async def _refresh_addresses(self) -> None:
@@ -350,7 +349,7 @@ class WorkerPool(Generic[ClientT]):
             await self._connect_anew(worker)
 
     async def _status_of(self, worker: Worker[ClientT]) -> WorkerStatus | None:
-        """Ask once; a worker that refuses, or is late for a second time, is down as `Worker` says."""
+        """Ask once; a worker that refuses, or is late again, is marked down as `Worker` describes."""
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         try:
@@ -364,7 +363,7 @@ class WorkerPool(Generic[ClientT]):
                 if worker.missed == 1:
                     return None
                 stood_still = loop.time() - begin_s - self._status_timeout_s > _STOOD_STILL_S
-                # since the first of the two calls
+                # measured from the first of the two calls
                 was_heard = self._heard_s(worker.client) > begin_s - self._status_timeout_s
                 if stood_still or was_heard:
                     worker.missed = 0
@@ -376,7 +375,7 @@ class WorkerPool(Generic[ClientT]):
             return None
 
     async def _connect_anew(self, worker: Worker[ClientT]) -> None:
-        """Closing the connection ends the worker's streams, and their turns are replayed elsewhere."""
+        """Connect anew. This ends the worker's streams, and their turns are replayed elsewhere."""
         if self._disconnect is None:
             return
         if worker.in_flight:
@@ -386,21 +385,21 @@ class WorkerPool(Generic[ClientT]):
 
 
 def _load(worker: Worker[ClientT]) -> tuple[int, int]:
-    """Fewest requests, then most free bytes. This router's own count is newer than the polled one, which has
-    the turns of other routers as well."""
+    """Return a sort key: fewest requests, then most free bytes. This router's own count is newer than the
+    polled one, which has the turns of other routers as well."""
     status = worker.status
     assert status is not None, "only ready workers are compared"
     return max(status.running + status.waiting, worker.in_flight), -status.free_bytes
 
 
 def fits(worker: Worker[Any], fingerprint: str | None, version: int | None) -> bool:
-    """Whether it is ready to run turns of this model in this version of the block protocol; None: any."""
+    """Return whether a worker is ready for turns of this model and block protocol version; None: any."""
     ready = worker.ready_for
     return ready is not None and fingerprint in (None, ready[0]) and version in (None, ready[1])
 
 
 async def resolve_address(target: str) -> tuple[str, ...]:
-    """The `host:port` addresses behind a `host:port` target, sorted; empty where the name has none now."""
+    """Resolve a `host:port` target to sorted `host:port` addresses; empty if the name has none now."""
     host, port = parse_address("worker", target)
     with suppress(ValueError):
         ipaddress.ip_address(host)

@@ -45,7 +45,7 @@ def zones(rows: int, *, num_sinks: int = NUM_SINKS) -> Zones:
     Deviation: if the budget is too small for all sinks and one recent, there are fewer sinks; the newest
     token is always retained.
 
-    Args: rows: S, at least 1. num_sinks: T, at least 0.
+    Args: rows: S, at least 1; num_sinks: T, at least 0.
     """
     assert rows >= 1, f"rows is {rows}; it must be at least 1"
     assert num_sinks >= 0, f"num_sinks is {num_sinks}; it must be at least 0"
@@ -55,7 +55,7 @@ def zones(rows: int, *, num_sinks: int = NUM_SINKS) -> Zones:
 
 
 def half_zones(rows: int) -> Zones:
-    """H2O's zones (Zhang et al. 2023): half of the rows, rounded up, are recents; no sinks.
+    """Return H2O's zones (Zhang et al. 2023): half of the rows, rounded up, are recents; no sinks.
 
     Args: rows: S, at least 1.
     """
@@ -64,8 +64,8 @@ def half_zones(rows: int) -> Zones:
 
 
 def protected(scores: Tensor, layer_zones: Zones) -> Tensor:
-    """Accumulated attention with +inf on sinks and recents, so that the S highest scores are those of the
-    retained tokens: `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
+    """Return accumulated attention with +inf on sinks and recents, so that the S highest scores are those of
+    the retained tokens: `[:T]`, `Top_N(AttnScore[T : -M])`, `[-M:]` (Eq. 7 and 8).
 
     Args: scores: float32, `[H_kv, number of prompt tokens]`; not changed.
     Returns: the same shape.
@@ -127,7 +127,7 @@ class EvictingCache:
         self.values[:, self._rows] = value
 
     def attend(self, queries: Tensor, *, scaling: float) -> tuple[Tensor, Tensor]:
-        """`softmax(scaling * q K^T) V` over all rows, the new token's included.
+        """Compute `softmax(scaling * q K^T) V` over all rows, the new token's included.
 
         Args: queries: `[H_kv, G, D]`.
         Returns: output `[H_kv, G, D]` in the queries' dtype; the attention row, float32 `[H_kv, S + 1]`: the
@@ -173,7 +173,8 @@ class EvictingCache:
             rows[heads, nearest] = torch.where(weight > 0, merged.to(rows.dtype), target)
 
     def _lowest(self, next_positions: Tensor) -> Tensor:
-        """The row with the lowest score between sinks and recents, int64 `[H_kv]`; of equals the latest."""
+        """Return the row with the lowest score between sinks and recents, int64 `[H_kv]`; among equal scores
+        the latest."""
         first_recent = next_positions[:, None] + 1 - self.layer_zones.num_recents
         between = (self.positions >= self.layer_zones.num_sinks) & (self.positions < first_recent)
         scores = torch.where(between, self.scores, torch.inf)

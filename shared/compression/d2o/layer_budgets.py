@@ -22,14 +22,14 @@ _ROUNDING = 1e-6
 
 
 def attention_variance(variances: Tensor, *, normalisation: Normalisation = "mean") -> Tensor:
-    """F_l of one layer (Eq. 4): the mean over query heads of the variance of the head's column sums.
+    """Compute F_l of one layer (Eq. 4): the mean over query heads of the variance of a head's column sums.
 
     Deviation: the paper shows one head; the mean over query heads is from the authors' code. With "minmax"
     the heads' variances are first scaled to [0, 1], as in that code: `(F_h - min F) / (max F - min F)`, 0 if
     all are equal.
 
     Args: variances: float32 `[H_kv, G]`, from `kernels.column_sums`.
-    Returns: float64 `[]`, where `variances` are: nothing waits for it.
+    Returns: float64 `[]`, on the device of `variances`; nothing waits for it.
     """
     per_head = variances.double()
     if normalisation == "minmax":
@@ -46,7 +46,7 @@ def layer_retentions(
     normalisation: Normalisation = "mean",
     lowest: float = LOWEST_RETENTION,
 ) -> tuple[float, ...]:
-    """alpha of each layer (Eq. 5): `alpha_l = clip(e^mu softmax(-F)_l, lo, 1)` with `sum alpha = L rho`.
+    """Compute alpha of each layer (Eq. 5): `alpha_l = clip(e^mu softmax(-F)_l, lo, 1)`, `sum alpha = L rho`.
 
     Deviation: the paper's `softmax(-F) L rho` can exceed 1, and on real prompts it gives next to nothing to
     all layers but one (F grows with T). So F is divided by its mean over layers ("mean"; "raw" and "minmax"
@@ -79,7 +79,7 @@ def layer_retentions(
 
 
 def _water_fill(logits: Sequence[float], *, retention: float, low: float) -> tuple[float, ...]:
-    """`clip(e^(mu + logit), low, 1)` with the mu for which the mean is `retention`, found by bisection.
+    """Compute `clip(e^(mu + logit), low, 1)` with the mu for which the mean is `retention`, by bisection.
 
     The mean grows with mu, from `low`, where every layer is clipped to it, to 1, where every layer is. The
     computation is in logarithms, so that no logits overflow.
@@ -112,7 +112,7 @@ def layer_budgets(
     exempt_layers: Collection[int] = (),
     least_rows: int = 1,
 ) -> tuple[int, ...]:
-    """S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T`, rounded by largest remainder.
+    """Compute S_l of each layer (Eq. 5), in tokens per KV head: `alpha_l * T`, rounded by largest remainder.
 
     Exempt layers retain every token; the other L' layers share L' * rows. (The authors' code exempts the
     first two and the last layer.)
@@ -149,7 +149,7 @@ def layer_budgets(
 
 
 def _whole_tokens(shares: Sequence[float], total: int, *, order: Sequence[float]) -> list[int]:
-    """Shares rounded so that they sum to `total`: among equal remainders the lowest in `order` gets more."""
+    """Round shares so that they sum to `total`; among equal remainders the lowest in `order` gets more."""
     # a share that differs from an integer only by rounding counts as that integer
     counts = [math.floor(share + _ROUNDING) for share in shares]
     ranked = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], order[i], i))

@@ -38,7 +38,7 @@ class MergedRows:
 
 
 def cosine_similarities(evicted_keys: Tensor, kept_keys: Tensor) -> Tensor:
-    """`u_ij = k_i . k_j / (|k_i| |k_j|)` (Eq. 9); 0 for a zero key.
+    """Compute `u_ij = k_i . k_j / (|k_i| |k_j|)` (Eq. 9); 0 for a zero key.
 
     Args: evicted_keys: `[H_kv, E, D]`; kept_keys: `[H_kv, S, D]`, the retained rows' keys.
     Returns: float32 `[H_kv, E, S]`.
@@ -50,19 +50,21 @@ def cosine_similarities(evicted_keys: Tensor, kept_keys: Tensor) -> Tensor:
 
 
 def next_threshold(threshold: Tensor, similarity: Tensor) -> Tensor:
-    """`tau_t = beta u + (1 - beta) tau_{t-1}` (Eq. 10, t > 0).
+    """Compute `tau_t = beta u + (1 - beta) tau_{t-1}` (Eq. 10, t > 0).
 
     Deviation: if the prompt evicted nothing, tau is unset and takes the first eviction's u, so that row is
     merged.
 
-    Args: threshold: float32 `[H_kv]`, NaN where unset; similarity: float32 `[H_kv]`, u of the evicted row.
+    Args:
+        threshold: float32 `[H_kv]`, NaN where unset.
+        similarity: float32 `[H_kv]`, u of the evicted row.
     """
     # lerp gives exactly tau where u == tau, so that rounding never drops a row whose u equals tau
     return torch.where(threshold.isnan(), similarity, torch.lerp(threshold, similarity, SMOOTHING))
 
 
 def merge_weight(similarity: Tensor, threshold: Tensor) -> Tensor:
-    """An evicted row's weight before division by D_j (Eq. 12): `e^u` where u >= tau, else 0 (dropped).
+    """Compute an evicted row's weight before division by D_j (Eq. 12): `e^u` if u >= tau, else 0 (dropped).
 
     The retained row's own weight is e, because its similarity to itself is 1.
     """
@@ -109,9 +111,9 @@ def merge_prompt(keys: Tensor, values: Tensor, positions: Tensor) -> MergedRows:
 
 
 def _merged(rows: Tensor, kept: Tensor, merges: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Eq. 11 for K or V: merge rows `[H_kv, T, D]` into the retained rows `[H_kv, S, D]`.
+    """Apply Eq. 11 to K or V: merge rows `[H_kv, T, D]` into the retained rows `[H_kv, S, D]`.
 
-    Args: merges: of evicted rows their tokens, the retained rows they are merged into, and weights, each
+    Args: merges: the evicted tokens, the retained rows into which they are merged, and weights, each
         `[H_kv, E]`.
     """
     num_kv_heads, num_kept, head_dim = kept.shape
@@ -130,14 +132,14 @@ def _merged(rows: Tensor, kept: Tensor, merges: Sequence[tuple[Tensor, Tensor, T
 
 
 def _others(positions: Tensor, num_tokens: int) -> Tensor:
-    """The evicted tokens: int64 `[H_kv, T - S]`, ascending."""
+    """Return the evicted tokens: int64 `[H_kv, T - S]`, ascending."""
     evicted = torch.ones(positions.shape[0], num_tokens, dtype=torch.bool, device=positions.device)
     evicted.scatter_(1, positions.to(torch.int64), False)
     return evicted.nonzero()[:, 1].view(positions.shape[0], num_tokens - positions.shape[1])
 
 
 def _add_rows(sums: Tensor, index: Tensor, rows: Tensor) -> None:
-    """`sums[index] += rows`, always in the same order. Args: `[N, D]`, `[E]`, `[E, D]`."""
+    """Add rows to `sums[index]`, always in the same order. Args: `[N, D]`, `[E]`, `[E, D]`."""
     if sums.is_cuda:
         # index_add_ adds by atomics there, in any order; this sorts the index first
         sums.index_put_((index,), rows, accumulate=True)

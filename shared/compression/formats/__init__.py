@@ -45,7 +45,7 @@ FORMATS: Mapping[str, type[LayerFormat]] = {
 
 
 def format_class(part: Part) -> type[LayerFormat]:
-    """The class of the format that a plan or a resolved layer names.
+    """Return the class of the format that a plan or a resolved layer names.
 
     Raises:
         InvalidRequest: no format has this name.
@@ -60,7 +60,7 @@ def format_class(part: Part) -> type[LayerFormat]:
 def make_formats(
     spec: ModelSpec, resolved: ResolvedPlan, *, returns_generated: bool = False
 ) -> tuple[LayerFormat, ...]:
-    """The format of each layer of a resolved plan; layers with equal plans and shapes share one object.
+    """Make the format of each layer of a resolved plan; layers with equal plans and shapes share one object.
 
     Args:
         returns_generated: whether K and V of new tokens are wanted at the end, unmerged and in order.
@@ -99,8 +99,10 @@ def make_formats(
 
 
 def _check_format(number: int, name: str, layer: LayerSpec) -> None:
-    """Raises: InvalidRequest: the plan's format of a layer with a window or a state is another, or there is
-    none."""
+    """Check that the plan's format of a layer fits its window or state.
+
+    Raises: InvalidRequest: a layer with a window or a state has another format, or one without has theirs.
+    """
     if (name == WINDOW_FORMAT) != bool(layer.window):
         raise InvalidRequest(
             f"the plan's format of layer {number} is {name!r}, and its window is {layer.window} (0: none); "
@@ -116,13 +118,13 @@ def _check_format(number: int, name: str, layer: LayerSpec) -> None:
 
 
 def compacted(cache: LayerCache) -> LayerCache:
-    """A layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
+    """Return a layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
     segments = cache.format.segments
     return cache if segments is None else CompactingCache(cache, segments)
 
 
 def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
-    """As `LayerFormat.naive`, with new rows compacted as the format says."""
+    """Make the layer of `LayerFormat.naive`, with its new rows compacted as the format says."""
     inner = fmt.naive(tensors)
     return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
@@ -130,7 +132,7 @@ def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
 def num_observed_queries(
     resolved: ResolvedPlan, formats: tuple[LayerFormat, ...], question: Question | None = None
 ) -> int | None:
-    """How many of the prompt's last queries the compressed prompt depends on.
+    """Return how many of the prompt's last queries the compressed prompt depends on.
 
     Prefill needs the number before it continues a prompt from another session's KV: the queries of cached
     tokens are not computed again, so the queries that the method reads must belong to tokens that are run.
@@ -141,7 +143,7 @@ def num_observed_queries(
     if is_measured(resolved):
         return None
     needs, num_after = [1], question.num_after if question is not None else 0
-    for fmt in {id(its): its for its in formats}.values():
+    for fmt in {id(each): each for each in formats}.values():
         observed = [fmt.observed_queries]
         scorer = resolved.plan.scorer
         if scorer is not None and fmt.takes_scores:
@@ -154,7 +156,7 @@ def num_observed_queries(
 
 
 def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat]) -> bool:
-    """Whether layers of some KV heads each, compressed apart, are the parts of that of all heads."""
+    """Say whether groups of KV heads, compressed separately, make up the layer compressed as a whole."""
     scorer = resolved.plan.scorer
     return (
         not is_measured(resolved)
@@ -167,7 +169,7 @@ def compresses_heads_apart(resolved: ResolvedPlan, formats: Sequence[LayerFormat
 def compress_layer(
     resolved: ResolvedPlan, fmt: LayerFormat, inputs: LayerInputs, *, scores: Tensor | None = None
 ) -> Tensors:
-    """As `encode_layer`, and waits for the tensors. Raises: as `encode_layer` and its `finish`."""
+    """Do what `encode_layer` does, and wait for the tensors. Raises: as it and its `finish`."""
     encoded = encode_layer(resolved, fmt, inputs, scores=scores)
     return encoded.finish(encoded.tensors)
 

@@ -68,19 +68,19 @@ class Segments(ABC):
     @property
     @abstractmethod
     def window(self) -> int:
-        """How many of a segment's last queries its compaction depends on."""
+        """The number of a segment's last queries that its compaction depends on."""
 
     def regions(self, shape: LayerShape) -> Specs:
-        """Regions beside those of the format."""
+        """Return the regions beside those of the format."""
         return {_QUERIES: self._queries(shape)}
 
     def _queries(self, shape: LayerShape) -> TensorSpec:
-        """The current segment's last queries."""
+        """Return the spec of the current segment's last queries."""
         size = (shape.num_kv_heads, shape.group_size, self.window, shape.head_dim)
         return TensorSpec(shape=size, dtype=shape.dtype)
 
     def queries_bytes(self, shape: LayerShape, num_appended: int) -> int:
-        """Bytes of the observed queries: all of them from the first on."""
+        """Count the bytes of the observed queries; from the first query on, all of them count."""
         first = self.segment_tokens - self.window
         return self._queries(shape).size_bytes if num_appended > first else 0
 
@@ -90,18 +90,21 @@ class Segments(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Compact a full segment.
 
-        Args: inner: the format's layer; queries `[H_kv, G, W, D]`, the segment's last; keys, values
-            `[H_kv, R, D]`.
+        Args:
+            inner: the format's layer.
+            queries: `[H_kv, G, W, D]`, the segment's last.
+            keys, values: `[H_kv, R, D]`.
+
         Returns: K and V `[H_kv, k, D]` of the rows that stay, in other memory.
         """
 
     def num_rows(self, num_appended: int) -> int:
-        """Rows after `num_appended` tokens."""
+        """Count the rows after `num_appended` tokens."""
         compacted = max(num_appended - 1, 0) // self.segment_tokens
         return num_appended - compacted * (self.segment_tokens - self.kept_rows)
 
     def most_rows(self, num_appended: int) -> int:
-        """The most rows at any time until `num_appended` tokens."""
+        """Return the most rows that there are at any time until `num_appended` tokens."""
         last_full = num_appended // self.segment_tokens * self.segment_tokens
         return max(self.num_rows(num_appended), self.num_rows(last_full))
 
@@ -112,7 +115,7 @@ class SelectedSegments(Segments):
 
     Deviation: no paper compacts generated tokens this way. A segment is scored by its own last queries, as
     SnapKV scores a prompt. Their softmax covers the segment alone, so its rows do not depend on how much
-    attention the prompt takes from it. What has been selected is not selected from again.
+    attention the prompt takes from it. Rows that were selected once stay.
 
     Attributes:
         scorer: gives the tokens of a segment their scores.
@@ -135,9 +138,9 @@ class SelectedSegments(Segments):
         return gather_rows(keys, index), gather_rows(values, index)
 
     def select(self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
-        """The rows of a full segment that stay.
+        """Select the rows of a full segment that stay.
 
-        Args: queries `[H_kv, G, W, D]`, the segment's last; keys, values `[H_kv, R, D]`.
+        Args: queries: `[H_kv, G, W, D]`, the segment's last; keys, values: `[H_kv, R, D]`.
         Returns: int32 `[H_kv, k]`, ascending per head.
         """
         inputs = LayerInputs(layer=0, queries=queries, keys=keys, values=values, scaling=scaling)
@@ -168,9 +171,9 @@ def check_generated(generated: Part, plan: CompressionPlan, fmt: type[LayerForma
 
 
 def with_segments(layer: LayerPlan, generated: Part, sizing: Sizing) -> LayerPlan:
-    """The layer's plan with its segments' sizes: the share of rows that the prompt retains, rounded up.
+    """Return the layer's plan with its segments' sizes: they retain the prompt's share of rows, rounded up.
 
-    A completion that fills no segment, and a layer whose segments would stay whole, have none.
+    There are no segments if the completion fills none, or if they would stay whole.
     """
     scorer, size = _scorer_and_size(generated)
     segment, num_tokens = int(size), sizing.num_prompt_tokens
@@ -184,13 +187,13 @@ def with_segments(layer: LayerPlan, generated: Part, sizing: Sizing) -> LayerPla
 
 
 def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
-    """The scorer of a plan's generated tokens, and R as the plan has it."""
+    """Return the scorer of a plan's generated tokens, and R as the plan has it."""
     params = {name: value for name, value in generated.params.items() if name != REBUDGET_TOKENS}
     return Part(name=generated.name, params=params), generated.params.get(REBUDGET_TOKENS, 0)
 
 
 def selected_segments(plan: CompressionPlan, generated: Part) -> SelectedSegments:
-    """The segments of a resolved layer. Raises: InvalidRequest: sizes that no plan has."""
+    """Return the segments of a resolved layer. Raises: InvalidRequest: sizes that no plan has."""
     assert plan.generated is not None, "the plan of a layer with segments compacts generated tokens"
     allowed = dict.fromkeys(("segment_tokens", "kept_rows"), Between(1, _MOST_TOKENS))
     sizes = read_params("a layer's generated tokens", generated.params, allowed)
@@ -247,13 +250,13 @@ class CompactingCache(LayerCache):
     def _compact(self, segment: int, scaling: float) -> None:
         segments, new = self.segments, self.inner.new_rows()
         first = segment * segments.kept_rows
-        keys, values = (its[:, first : first + segments.segment_tokens] for its in new)
+        keys, values = (tensor[:, first : first + segments.segment_tokens] for tensor in new)
         if self.format.shape.returns_generated:
             self._segment_rows = (*self._segment_rows, (on_host(keys), on_host(values)))
-        # all before any is written: latent rows have keys and values in the same memory
+        # all are gathered before any is written: latent rows have keys and values in the same memory
         stay = segments.compact(self.inner, self.regions[_QUERIES], keys, values, scaling=scaling)
-        for its, rows in zip((keys, values), stay, strict=True):
-            its[:, : segments.kept_rows] = rows
+        for target, rows in zip((keys, values), stay, strict=True):
+            target[:, : segments.kept_rows] = rows
         self.inner.new_rows_changed(first + segments.kept_rows)
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
@@ -261,7 +264,7 @@ class CompactingCache(LayerCache):
         selected = len(self._segment_rows) * segments.kept_rows
         keys, values = self.inner.generated_rows(segments.num_rows(num_appended))
         rows = [*self._segment_rows, (keys[:, selected:], values[:, selected:])]
-        keys, values = (torch.cat(its, 1) for its in zip(*rows, strict=True))
+        keys, values = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
         return keys, values
 
     def used_bytes(self, num_appended: int) -> int:
@@ -291,12 +294,12 @@ class NaiveCompacting(NaiveLayer):
         self._inner.new_rows += ((key, value),)
 
     def _compact(self, scaling: float) -> None:
-        queries, keys, values = (torch.stack(its, -2) for its in zip(*self._current, strict=True))
+        queries, keys, values = (torch.stack(tensors, -2) for tensors in zip(*self._current, strict=True))
         observed = queries[:, :, queries.shape[2] - self._segments.window :].contiguous()
         stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
         self._selected = [*self._selected, stay]
         self._current = []
-        self._inner.replace_new_rows(*(torch.cat(its, 1) for its in zip(*self._selected, strict=True)))
+        self._inner.replace_new_rows(*(torch.cat(parts, 1) for parts in zip(*self._selected, strict=True)))
 
     def fork(self) -> NaiveCompacting:
         other = NaiveCompacting(self._segments, self._inner.fork())

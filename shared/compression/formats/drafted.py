@@ -3,8 +3,8 @@
     prefill   encode_layer ──► with_draft ──► the format's tensors, then draft_keys, draft_values
     decode    split ──► the format opens its own ──► begin_with_draft: the first rows of new tokens
 
-They are the rows that decode would have appended, so they are stored and returned as those. Of a layer whose
-new rows are compacted the queries come, too, because they choose what stays.
+They are the rows that decode would have appended, so they are stored and returned as those. If a layer's
+new rows are compacted, the queries are shipped, too, because they choose what stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Its = TypeVar("_Its")
 
 
 def with_draft(fmt: LayerFormat, encoded: Encoded, ahead: Ahead) -> Encoded:
-    """An encoded layer with the rows of a draft behind its tensors."""
+    """Return an encoded layer with the rows of a draft behind its tensors."""
     rows, count = fmt.shape.row_tensors(ahead.keys, ahead.values), len(encoded.tensors)
     if fmt.segments is not None:
         rows[_QUERIES] = ahead.queries.contiguous()
@@ -48,11 +48,11 @@ def with_draft(fmt: LayerFormat, encoded: Encoded, ahead: Ahead) -> Encoded:
 
 
 def split(named: Mapping[str, _Its]) -> tuple[dict[str, _Its], dict[str, _Its]]:
-    """What is the format's own, and what is a draft's, by its names without the prefix.
+    """Split entries into the format's own and a draft's, whose names lose their prefix.
 
-    Raises: InvalidTensors: a draft's come before others.
+    Raises: InvalidTensors: a draft's entries come before others.
     """
-    own = {name: its for name, its in named.items() if not name.startswith(_PREFIX)}
+    own = {name: entry for name, entry in named.items() if not name.startswith(_PREFIX)}
     names = list(named)
     if names[: len(own)] != list(own):
         raise InvalidTensors(f"its tensors are {', '.join(names)}; a draft's come last", reason="draft")
@@ -60,17 +60,17 @@ def split(named: Mapping[str, _Its]) -> tuple[dict[str, _Its], dict[str, _Its]]:
 
 
 def parts(fmt: LayerFormat, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-    """As `LayerFormat.parts`, of a layer that may have a draft."""
+    """Divide a layer that may have a draft, as `LayerFormat.parts` does."""
     own, drafted = split(tensors)
     of_draft = chunked(drafted, fmt.shape.num_kv_heads, num_parts)
     return [
-        {**part, **{_PREFIX + name: its for name, its in rows.items()}}
+        {**part, **{_PREFIX + name: tensor for name, tensor in rows.items()}}
         for part, rows in zip(fmt.parts(own, num_parts), of_draft, strict=True)
     ]
 
 
 def drafted_tokens(fmt: LayerFormat, drafted: Specs, *, most: int) -> int:
-    """How many tokens the rows of an announced draft are of.
+    """Return how many tokens' rows an announced draft has.
 
     Args: most: tokens that a draft may have.
     Raises: InvalidTensors: these are not a draft's rows of this layer.
@@ -92,11 +92,11 @@ def drafted_tokens(fmt: LayerFormat, drafted: Specs, *, most: int) -> int:
 
 
 def begin_with_draft(cache: LayerCache, drafted: Tensors) -> None:
-    """Give a layer that has been opened the rows of a draft as its first new ones.
+    """Give an opened layer the rows of a draft as its first new rows.
 
     Raises: InvalidTensors: a number is not finite.
     """
-    if not all([bool(torch.isfinite(its).all()) for its in drafted.values()]):
+    if not all([bool(torch.isfinite(tensor).all()) for tensor in drafted.values()]):
         raise InvalidTensors("numbers of its draft are not finite", reason="not_finite")
     if isinstance(cache, CompactingCache):
         cache.observe(drafted[_QUERIES])
@@ -107,7 +107,7 @@ def begin_with_draft(cache: LayerCache, drafted: Tensors) -> None:
 
 
 def append_naively(layer: NaiveLayer, ahead: Ahead, number: int) -> None:
-    """Give the oracle's layer the row of a draft's next token. Args: number: of that token."""
+    """Give the oracle's layer the row of a draft's next token. Args: number: that token's index."""
     row = ahead.keys[:, number], ahead.values[:, number]
     if isinstance(layer, NaiveCompacting):
         layer.append(ahead.queries[:, :, number], *row)

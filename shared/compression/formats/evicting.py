@@ -63,7 +63,7 @@ class Evicting(LayerFormat):
 
     @property
     def observed_queries(self) -> None:
-        """All of them: eviction starts from the accumulated attention of every query."""
+        """None, for all queries: eviction starts from the accumulated attention of every query."""
         return None
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
@@ -88,11 +88,11 @@ class Evicting(LayerFormat):
         own = self.shape.row_specs(num_new) if self.shape.returns_generated else {}
         return {
             **self._working(self.rows + min(num_new, 1)),
-            **{_GENERATED + name: its for name, its in own.items()},
+            **{_GENERATED + name: spec for name, spec in own.items()},
         }
 
     def _working(self, num_rows: int) -> dict[str, TensorSpec]:
-        """The tensors that attention and eviction work on; the last row's score and position are unused."""
+        """Return what attention and eviction work on; the last row's score and position are unused."""
         per_row = (self.shape.num_kv_heads, num_rows)
         specs = {
             **self.shape.row_specs(num_rows),
@@ -143,10 +143,10 @@ class Evicting(LayerFormat):
         return output
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        by_head = {name: its for name, its in tensors.items() if name != "state"}
+        by_head = {name: tensor for name, tensor in tensors.items() if name != "state"}
         parts = chunked(by_head, self.shape.num_kv_heads, num_parts)
         numbers = tensors["state"].tensor_split([self.shape.num_kv_heads * self.rows])
-        scores, thresholds = (its.tensor_split(num_parts) for its in numbers)
+        scores, thresholds = (flat.tensor_split(num_parts) for flat in numbers)
         return [
             {**part, "state": torch.cat([its_scores, its_thresholds])}
             for part, its_scores, its_thresholds in zip(parts, scores, thresholds, strict=True)
@@ -156,7 +156,7 @@ class Evicting(LayerFormat):
         return self.used_bytes(0)
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        """Rows, scores and positions; for "merge", K a second time to find the nearest row."""
+        """Count rows, scores and positions; for "merge", also K a second time, to find the nearest row."""
         row_bytes = self.shape.head_dim * self.shape.dtype.itemsize
         state_bytes = torch.float32.itemsize + torch.int32.itemsize
         num_read = len(self.shape.row_names) + self.merges
@@ -165,8 +165,8 @@ class Evicting(LayerFormat):
     def naive(self, tensors: Tensors) -> NaiveEvicting:
         device = tensors["keys"].device
         regions = {
-            name: torch.empty(its.shape, dtype=its.dtype, device=device)
-            for name, its in self._working(self.rows + 1).items()
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            for name, spec in self._working(self.rows + 1).items()
         }
         for name in self.shape.row_names:
             regions[name] = F.pad(tensors[name], (0, 0, 0, 1))
@@ -208,4 +208,4 @@ class NaiveEvicting(NaiveLayer):
         return self._format.step(self._regions, queries, key, value, scaling=plain(scaling))
 
     def fork(self) -> NaiveEvicting:
-        return NaiveEvicting(self._format, {name: its.clone() for name, its in self._regions.items()})
+        return NaiveEvicting(self._format, {name: tensor.clone() for name, tensor in self._regions.items()})

@@ -48,7 +48,7 @@ class Encoded:
 
     Attributes:
         tensors: what `finish` needs, on the device.
-        names: the tensors', if they need nothing but to be copied; there is no `make` then.
+        names: the tensors' names, if they only need to be copied; there is no `make` then.
         make: see `finish`.
     """
 
@@ -57,7 +57,7 @@ class Encoded:
     make: Callable[[Sequence[Tensor]], Tensors] | None = None
 
     def finish(self, tensors: Sequence[Tensor]) -> Tensors:
-        """The layer's tensors, which use the memory of these.
+        """Return the layer's tensors, which use the memory of these.
 
         Args: tensors: the encoded ones, or copies of them. If they are not on the host, this may wait for the
             device.
@@ -103,9 +103,9 @@ class LayerCache(ABC):
         self.bind()
 
     def copied(self, fmt: LayerFormat, regions: Tensors) -> LayerCache:
-        """A layer of its own with the same prompt in other memory; called before any token is appended.
+        """Return a separate layer with the same prompt in other memory; called before any token is appended.
 
-        Args: as of `move`. This default is for layers that change in place only the tensors of `regions`.
+        Args: as in `move`. This default is for layers that change in place only the tensors of `regions`.
         """
         other = copy.copy(self)
         other.move(fmt, regions)
@@ -141,29 +141,29 @@ class LayerCache(ABC):
         """
 
     def batched(self, num_appended: int) -> CachedRows | None:
-        """The layer as an argument of a batched kernel (`kernels/*/batch.py`); None if it must run alone."""
+        """Return the layer as a batched kernel takes it (`kernels/*/batch.py`); None if it must run alone."""
         return None
 
     def new_rows(self) -> tuple[Tensor, Tensor]:
-        """Views of K and V `[H_kv, cap, D]` of new tokens, which by default have regions of their own."""
+        """Return views of K and V `[H_kv, cap, D]` of new tokens, which by default have their own regions."""
         return self.format.shape.rows_of(self.regions)
 
     def new_rows_changed(self, num_rows: int) -> None:  # noqa: B027 (most have nothing beside the rows)
-        """The first `num_rows` new rows were rewritten, and no others are in use."""
+        """Take note that the first `num_rows` new rows were rewritten, and that no others are in use."""
 
     def generated_rows(self, num_appended: int) -> tuple[Tensor, Tensor]:
-        """Host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
+        """Return host copies of K and V `[H_kv, num_appended, D]` of the tokens appended so far."""
         keys, values = self.new_rows()
         return on_host(keys[:, :num_appended]), on_host(values[:, :num_appended])
 
     def returned(self, num_appended: int) -> Tensors:
-        """Host copies of what the session's history gets of the turn: the rows of the tokens appended so far,
-        or the state."""
+        """Return host copies of what the session's history gets of the turn: the rows of the tokens appended
+        so far, or the state."""
         # of latent rows K alone, which is V, too
         return dict(zip(self.format.shape.row_names, self.generated_rows(num_appended), strict=False))
 
     def used_bytes(self, num_appended: int) -> int:
-        """Bytes in use after `num_appended` tokens."""
+        """Count the bytes in use after `num_appended` tokens."""
         return self.format.used_bytes(num_appended)
 
 
@@ -186,14 +186,14 @@ class NaiveLayer(ABC):
         """
 
     def fork(self) -> Self:
-        """An independent copy: appending to one does not change the other. This default is for layers whose
-        `attend` replaces their attributes and changes nothing in place."""
+        """Return an independent copy: appending to one does not change the other. This default is for layers
+        whose `attend` replaces their attributes and changes nothing in place."""
         return copy.copy(self)
 
     def appended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add a row to `new_rows`. Returns: K and V of all of them, `[H_kv, m, D]`."""
         self.new_rows += ((key, value),)
-        keys, values = (torch.stack(its, 1) for its in zip(*self.new_rows, strict=True))
+        keys, values = (torch.stack(rows, 1) for rows in zip(*self.new_rows, strict=True))
         return keys, values
 
     def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
@@ -221,7 +221,7 @@ class LayerFormat(FormatRules, ABC):
 
     @classmethod
     def of(cls, plan: CompressionPlan, layer: LayerPlan, shape: LayerShape) -> LayerFormat:
-        """The format of a resolved layer; by default, the part's parameters are fields.
+        """Make the format of a resolved layer; by default, the part's parameters are fields.
 
         Raises: InvalidRequest: sizes that do not belong to this format.
         """
@@ -229,18 +229,18 @@ class LayerFormat(FormatRules, ABC):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the arena stores rows exactly as prefill computed them. Deltas need that."""
+        """Say whether the arena stores rows exactly as prefill computed them. Deltas need that."""
         return False
 
     @property
     def observed_queries(self) -> int | None:
-        """How many of the prompt's last queries the format itself reads, without those after the question
-        (see `LayerInputs.observing`); None: all of them."""
+        """The number of the prompt's last queries that the format itself reads, without those after the
+        question (see `LayerInputs.observing`); None: all of them."""
         return 0
 
     @property
     def takes_scores(self) -> bool:
-        """Whether `compress` reads the scores of the plan's scorer, if it has one."""
+        """Say whether `compress` reads the scores of the plan's scorer, if it has one."""
         return self.scored is not False and self.rows < self.shape.num_prompt_tokens
 
     @abstractmethod
@@ -255,7 +255,7 @@ class LayerFormat(FormatRules, ABC):
     def encode(self, inputs: LayerInputs, scores: Tensor | None) -> Encoded:
         """Begin to compress one layer, where possible without waiting for its device.
 
-        Args, Raises: as of `compress`; where the device is not waited for, `Encoded.finish` raises.
+        Args, Raises: as in `compress`; where the device is not waited for, `Encoded.finish` raises.
         """
         tensors = self.compress(inputs, scores)
         return Encoded(tensors=tuple(tensors.values()), names=tuple(tensors))
@@ -263,36 +263,36 @@ class LayerFormat(FormatRules, ABC):
     def selected(
         self, inputs: LayerInputs, scores: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The tensor "index", and K and V `[H_kv, n, D]` of the `rows` highest scores; every row and no index
-        if there are no scores."""
+        """Return the tensor "index", and K and V `[H_kv, n, D]` of the `rows` highest scores; every row and
+        no index if there are no scores."""
         if scores is None:
             return {}, inputs.keys, inputs.values
         index = select_rows(scores, self.rows)
         return {"index": index}, gather_rows(inputs.keys, index), gather_rows(inputs.values, index)
 
     def positions_by_head(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        """The selected tokens of each KV head, integers `[n_h]` in no particular order; None means all."""
+        """Return the selected tokens of each KV head, integers `[n_h]` in no particular order; None: all."""
         index = tensors.get("index")
         return (None,) * self.shape.num_kv_heads if index is None else tuple(index)
 
     @abstractmethod
     def tensors(self) -> Specs:
-        """The tensors that `compress` returns, as far as their sizes are known from the plan."""
+        """Return the tensors that `compress` makes, as far as their sizes are known from the plan."""
 
     @abstractmethod
     def placed(self, num_new: int) -> Specs:
-        """What is in memory with `num_new` new rows, by the names of `regions`, which each begin with it. If
-        a size depends on the content, it is the largest possible one."""
+        """Return what is in memory with `num_new` new rows, by the names of `regions`; each region begins
+        with it. If a size depends on the content, it is the largest possible one."""
 
     def regions(self) -> Specs:
-        """The layer's regions in the arena, with room for the new tokens."""
+        """Return the layer's regions in the arena, with room for the new tokens."""
         if self.segments is None:
             return self.placed(self.shape.num_new_rows)
         most_rows = self.segments.most_rows(self.shape.num_new_rows)
         return {**self.placed(most_rows), **self.segments.regions(self.shape)}
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """Where to write the bytes of each tensor: views of the regions, or memory outside the arena.
+        """Return where to write the bytes of each tensor: views of the regions, or memory outside the arena.
 
         Args: header: the tensors that the sender announces, in order.
         Returns: tensors of the shapes and dtypes of `header`.
@@ -302,24 +302,24 @@ class LayerFormat(FormatRules, ABC):
         return self._receive(header, regions)
 
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        """As `receive`, with a header that has been checked: the first part of the region of the same name,
-        else host memory."""
+        """Do what `receive` does, with a checked header: return the first part of the region of the same
+        name, else host memory."""
         return {
-            name: regions[name][tuple(map(slice, its.shape))]
+            name: regions[name][tuple(map(slice, spec.shape))]
             if name in regions
-            else torch.empty(its.shape, dtype=its.dtype)
-            for name, its in header.items()
+            else torch.empty(spec.shape, dtype=spec.dtype)
+            for name, spec in header.items()
         }
 
     @abstractmethod
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
-        """The layer, once every byte has arrived; see `LayerCache.settle`.
+        """Open the layer, once every byte has arrived; see `LayerCache.settle`.
 
         Raises: InvalidTensors: content that `compress` cannot have made.
         """
 
     def used_bytes(self, num_appended: int, prompt_bytes: int | None = None) -> int:
-        """Bytes in use after `num_appended` tokens, without packed segments.
+        """Count the bytes in use after `num_appended` tokens, without packed segments.
 
         Args: prompt_bytes: as `prompt_bytes()` returned it. If the size depends on the content, None means
             the largest possible size.
@@ -330,34 +330,34 @@ class LayerFormat(FormatRules, ABC):
         return rows_bytes + self.segments.queries_bytes(self.shape, num_appended)
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        """Divide a layer by its KV heads into so many equal parts, in order: each has the tensors that
-        the format of that many heads has. This default is for tensors whose first dimension is the heads.
+        """Divide a layer by its KV heads into so many equal parts, in order. Each has the tensors that the
+        format of that many heads has. This default is for tensors whose first dimension is the heads.
 
         Args: tensors: as `compress` made them.
-        Raises: InvalidTensors: they cannot be divided so.
+        Raises: InvalidTensors: they cannot be divided this way.
         """
         return chunked(tensors, self.shape.num_kv_heads, num_parts)
 
     def prompt_bytes(self, tensors: Tensors) -> int | None:
-        """Bytes of the compressed prompt if they depend on its content; else None."""
+        """Count the bytes of the compressed prompt if they depend on its content; else return None."""
         return None
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:
-        """Bytes retained of the prompt before any token is generated, selected positions included."""
+        """Count the bytes retained of the prompt before any token is generated, with selected positions."""
         index = self.tensors().get("index")
         return self.used_bytes(0, prompt_bytes) + (index.size_bytes if index is not None else 0)
 
     def shipped_bytes(self) -> int:
-        """Bytes of the tensors on the wire; the most that they may be where they depend on the content."""
+        """Count the bytes of the tensors on the wire; the most possible if they depend on the content."""
         return size_bytes(self.tensors())
 
     def read_bytes(self, prompt_bytes: int | None = None) -> int:
-        """Bytes of the prompt that a decode step reads, including those read to choose rows."""
+        """Count the bytes of the prompt that a decode step reads, including those read to choose rows."""
         return self.used_bytes(0, prompt_bytes)
 
     @abstractmethod
     def naive(self, tensors: Tensors) -> NaiveLayer:
-        """The compressed prompt as the oracle attends to it."""
+        """Return the compressed prompt as the oracle attends to it."""
 
     def check_finite(self, tensors: Tensors) -> None:
         """Check received tensors: one number that is not finite would make all of a head's attention NaN, and
@@ -365,11 +365,13 @@ class LayerFormat(FormatRules, ABC):
 
         Raises: InvalidTensors: a number of a tensor in `finite` is NaN or infinite.
         """
-        checked = [its for name in self.finite if (its := tensors.get(name)) is not None and its.numel()]
+        checked = [
+            tensor for name in self.finite if (tensor := tensors.get(name)) is not None and tensor.numel()
+        ]
         if not checked:
             return
         # NaN passes through minima and maxima, and one wait for the device is enough for all of them
-        extremes = torch.stack([torch.stack(torch.aminmax(its)).float() for its in checked])
+        extremes = torch.stack([torch.stack(torch.aminmax(tensor)).float() for tensor in checked])
         if bool(extremes.isfinite().all()):
             return
         for name in self.finite:
@@ -379,10 +381,10 @@ class LayerFormat(FormatRules, ABC):
                 raise InvalidTensors(message, reason="not_finite")
 
     def check_header(self, header: Specs, expected: Specs) -> None:
-        """Raises: InvalidTensors: the announced tensors are not the expected ones."""
+        """Check the announced tensors. Raises: InvalidTensors: they are not the expected ones."""
 
         def text(specs: Specs) -> str:
-            return ", ".join(f"{name} {list(its.shape)} {its.dtype}" for name, its in specs.items())
+            return ", ".join(f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in specs.items())
 
         if list(header.items()) != list(expected.items()):
             raise InvalidTensors(
@@ -392,27 +394,27 @@ class LayerFormat(FormatRules, ABC):
 
 
 def size_bytes(specs: Specs) -> int:
-    """Bytes of these tensors together."""
+    """Count the bytes of these tensors together."""
     return sum(map(_SIZE_BYTES, specs.values()))
 
 
 def chunked(tensors: Tensors, num_kv_heads: int, num_parts: int) -> list[dict[str, Tensor]]:
     """Divide tensors whose first dimension is the KV heads; see `LayerFormat.parts`."""
-    for name, its in tensors.items():
-        if its.shape[:1] != (num_kv_heads,):
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] != (num_kv_heads,):
             raise InvalidTensors(
-                f"{name} {list(its.shape)} cannot be divided among ranks: it has no dimension of "
+                f"{name} {list(tensor.shape)} cannot be divided among ranks: it has no dimension of "
                 f"{num_kv_heads} KV heads first",
                 reason="parts",
             )
-    by_name = {name: its.chunk(num_parts) for name, its in tensors.items()}
-    return [{name: its[part] for name, its in by_name.items()} for part in range(num_parts)]
+    by_name = {name: tensor.chunk(num_parts) for name, tensor in tensors.items()}
+    return [{name: chunks[part] for name, chunks in by_name.items()} for part in range(num_parts)]
 
 
 def check_index(tensors: Tensors, num_tokens: int, *, reason: str) -> Tensor | None:
     """Check selected positions.
 
-    Args: tensors: as they were received. num_tokens: T.
+    Args: tensors: as they were received; num_tokens: T.
     Returns: the tensor "index", int32 `[H_kv, n]`; None if there is none, since every token is selected.
     Raises: InvalidTensors: not ascending per head, or outside 0 to T - 1.
     """
@@ -431,12 +433,12 @@ def check_index(tensors: Tensors, num_tokens: int, *, reason: str) -> Tensor | N
 
 
 def on_host(rows: Tensor) -> Tensor:
-    """A contiguous copy in host memory."""
+    """Make a contiguous copy in host memory."""
     return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def select_rows(scores: Tensor, rows: int) -> Tensor:
-    """Positions of the `rows` highest scores of each head; among equal scores the lowest position wins.
+    """Return the positions of each head's `rows` highest scores; among equal scores the lowest position wins.
 
     Args: scores: float32 `[H_kv, T]`; rows: 1 to T.
     Returns: int32 `[H_kv, rows]`, ascending and unique per head.

@@ -20,15 +20,15 @@ from kvferry.shared.compression.interface import LayerInputs, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, Part
 
 _PLAIN_BITS = 16
-"""Of a row's value; a scale or a minimum has as many."""
+"""Bits of a row's value; a scale or a minimum has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(StoredFormat):
     """KIVI (Liu et al. 2024) of every whole group: K per channel in groups of tokens, V per token.
 
-    Deviation: the paper knows no latent rows. They are quantised as K, and their values are read from the
-    same codes.
+    Deviation: the paper does not cover latent rows. They are quantised as K, and their values are read from
+    the same codes.
 
     Attributes:
         bits: width of a code.
@@ -80,7 +80,7 @@ class Kivi(StoredFormat):
         return {**index, "codes": rows.codes, "scales": rows.scales, **left}
 
     def quantised(self, tensors: Tensors) -> KiviRows:
-        """The rows that these tensors are."""
+        """Return the rows that these tensors store."""
         keys, values = self.shape.rows_of(tensors)
         return KiviRows(
             bits=self.bits,
@@ -93,7 +93,7 @@ class Kivi(StoredFormat):
 
     def check_content(self, tensors: Tensors) -> None:
         """Check that positions ascend, scales and minima are finite and scales positive. No code times a
-        float16 scale is beyond float32, so what they stand for is finite, too."""
+        float16 scale is beyond float32, so the restored values are finite, too."""
         check_index(tensors, self.shape.num_prompt_tokens, reason="packed")
         head_dim = self.shape.head_dim
         of_values = 0 if self.shape.latent_dim else GROUP_TOKENS
@@ -111,7 +111,7 @@ class Kivi(StoredFormat):
         )
 
     def batched(self, prompt: Tensors, keys: Tensor, values: Tensor, *, length: int) -> CachedRows | None:
-        """See `StoredFormat.batched`. Latent rows, and V with codes of no whole words a token, run alone."""
+        """See `StoredFormat.batched`. Latent rows run alone, and V if a token's codes are not whole words."""
         rows = self.quantised(prompt)
         if rows.problem is not None:
             return None

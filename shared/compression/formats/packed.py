@@ -75,7 +75,7 @@ class PackedFormat(LayerFormat):
 
     @abstractmethod
     def begin(self, inputs: LayerInputs, scores: Tensor | None) -> Packing:
-        """Begin to pack a layer. Args, Raises: as of `encode`."""
+        """Begin to pack a layer. Args, Raises: as in `encode`."""
 
     def compress(self, inputs: LayerInputs, scores: Tensor | None) -> Tensors:
         encoded = self.encode(inputs, scores)
@@ -88,7 +88,7 @@ class PackedFormat(LayerFormat):
         )
 
     def _tensors_of(self, packed: PackedLayer) -> Tensors:
-        """A packed layer's tensors as they are sent."""
+        """Return a packed layer's tensors as they are sent."""
         counts = [count for head in packed.layout.heads for count in (*head.channels, *head.tokens)]
         tensors = {"layout": torch.tensor([LAYOUT_VERSION, *counts], dtype=torch.int32)}
         for name in KINDS:
@@ -100,7 +100,7 @@ class PackedFormat(LayerFormat):
         return tuple(head.positions.to(torch.int64) for head in self.packed(tensors).heads)
 
     def tensors(self) -> Specs:
-        """The layout only: the other sizes depend on the prompt; `receive` checks their sum."""
+        """Return the layout only: the other sizes depend on the prompt; `receive` checks their sum."""
         return {"layout": TensorSpec(shape=(1 + _HEAD_COUNTS * self.shape.num_kv_heads,), dtype=torch.int32)}
 
     def placed(self, num_new: int) -> Specs:
@@ -111,14 +111,14 @@ class PackedFormat(LayerFormat):
         }
 
     def receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
-        sizes = {name: its.shape for name, its in header.items() if name != "layout"}
+        sizes = {name: spec.shape for name, spec in header.items() if name != "layout"}
         is_bytes = all(
             len(size) == 1 and size[0] >= 0 and header[name].dtype == torch.uint8
             for name, size in sizes.items()
         )
         expected = self.tensors()
-        self.check_header({name: its for name, its in header.items() if name in expected}, expected)
-        total = sum(its[0] for its in sizes.values() if its)
+        self.check_header({name: spec for name, spec in header.items() if name in expected}, expected)
+        total = sum(shape[0] for shape in sizes.values() if shape)
         if [*header] != ["layout", *KINDS] or not is_bytes or total > self.limit_bytes:
             raise InvalidTensors(
                 f"its tensors are {', '.join(header)} of {total} packed bytes; layout, "
@@ -139,7 +139,7 @@ class PackedFormat(LayerFormat):
         return PackedCache(self, regions, packed, _refusing()(check))
 
     def _layout(self, tensors: Tensors) -> PackedLayout:
-        """The offsets of the packed buffer's parts.
+        """Compute the offsets of the packed buffer's parts.
 
         Raises: InvalidTensors: another layout version, impossible counts, or tensors of other sizes than the
             counts give.
@@ -170,11 +170,11 @@ class PackedFormat(LayerFormat):
         return layout
 
     def packed(self, tensors: Tensors) -> PackedLayer:
-        """The packed layer, in new memory."""
+        """Return the packed layer, in new memory."""
         return view_packed_layer(self._layout(tensors), torch.cat([tensors[name] for name in KINDS]))
 
     def parts(self, tensors: Tensors, num_parts: int) -> Sequence[Tensors]:
-        """Each head's regions follow one another in every kind, so a part is a piece of each."""
+        """Divide each kind into pieces: in every kind, the heads' regions follow one another."""
         layout, (version, *counts) = self._layout(tensors), tensors["layout"].tolist()
         size = self.shape.num_kv_heads // num_parts
         offsets, parts = dict.fromkeys(KINDS, 0), list[Tensors]()
@@ -219,7 +219,7 @@ class PackedCache(LayerCache):
     def __init__(
         self, fmt: PackedFormat, regions: Tensors, packed: PackedLayer, settle: Callable[[], None]
     ) -> None:
-        """Args: settle: see `LayerCache.settle`."""
+        """Take a packed prompt. Args: settle: see `LayerCache.settle`."""
         self._packed = [packed]
         self._settle = settle
         super().__init__(fmt, regions)
@@ -241,7 +241,7 @@ class PackedCache(LayerCache):
 
     def bind(self) -> None:
         self.keys, self.values = self.new_rows()
-        layouts, start = [its.layout for its in self._packed], 0
+        layouts, start = [packed.layout for packed in self._packed], 0
         self._packed = [view_packed_layer(layouts[0], self.regions["packed"][: layouts[0].size_bytes])]
         for layout in layouts[1:]:
             place = self.regions[SEGMENTS][start : start + layout.size_bytes]

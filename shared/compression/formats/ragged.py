@@ -75,7 +75,7 @@ class Ragged(StoredFormat):
                 reason="packed",
             )
         heads = torch.split(index.long(), counts)
-        ascending = all(bool((its.diff() > 0).all()) for its in heads)
+        ascending = all(bool((head.diff() > 0).all()) for head in heads)
         if not ascending or bool(((index < 0) | (index >= num_tokens)).any()):
             raise InvalidTensors(
                 f"kept positions must ascend within 0 to {num_tokens - 1} for each KV head", reason="packed"
@@ -89,12 +89,12 @@ class Ragged(StoredFormat):
 
 
 def _counts(tensors: Tensors) -> list[int]:
-    """Rows of each head, on the host."""
+    """Return the rows of each head, on the host."""
     return tensors["head_rows"].tolist()
 
 
 def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As `interface.select_rows`, but each head has its own number of rows.
+    """Select rows as `interface.select_rows` does, but each head has its own number of rows.
 
     Args: scores: float32 `[H_kv, T]`; head_rows: integers `[H_kv]`, each 0 to T.
     Returns: two int64 `[n]`: head numbers, ascending, and positions, ascending and unique per head.
@@ -107,7 +107,7 @@ def select_ragged_rows(scores: Tensor, head_rows: Tensor) -> tuple[Tensor, Tenso
 
 
 def _window(scores: Tensor, rows: int) -> int:
-    """The number of last columns that score +inf in every head: heads do not compete for them."""
+    """Count the last columns that score +inf in every head: heads do not compete for them."""
     protected = (scores == torch.inf).all(dim=0)
     return min(int(protected.flip(0).long().cumprod(0).sum()), rows)
 

@@ -48,7 +48,7 @@ _TOKENS_PER_BUDGET_TOKEN = 8
 """The most tokens that can share the V bits of one full-precision token: 16 bits, at least 2 each, headers
 aside."""
 _TOKENS_OF_4_BITS = 4
-"""Tokens of 4 bits in the bits of one at 16."""
+"""How many tokens of 4 bits take the bits of one of 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Rdkv(PackedFormat):
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        """B_tok, the most tokens that a head can retain with it, and how generated tokens are packed.
+        """Plan B_tok, the most tokens that a head can retain with it, and how generated tokens are packed.
 
         Raises: InvalidRequest: the budget does not suffice for the cheapest width for every token.
         """
@@ -217,7 +217,7 @@ class PackedSegments(Segments):
 
 
 def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:
-    """The segments that a completion of this length packs.
+    """Count the segments that a completion of this length packs.
 
     A segment is packed when one more row comes, and the last token of a completion never gets a row.
     """
@@ -225,7 +225,7 @@ def _num_segments(segment_tokens: int, max_new_tokens: int) -> int:
 
 
 def _saves(segment_tokens: int, budget_tokens: int, head_dim: int) -> bool:
-    """Whether a packed segment of the largest possible size is smaller than its rows at 16 bits."""
+    """Say whether a packed segment of the largest possible size is smaller than its rows at 16 bits."""
     limit_bytes = packed_bound(
         num_tokens=segment_tokens, budget_tokens=budget_tokens, num_kv_heads=1, head_dim=head_dim
     ).size_bytes
@@ -233,7 +233,7 @@ def _saves(segment_tokens: int, budget_tokens: int, head_dim: int) -> bool:
 
 
 def _limit_bytes(shape: LayerShape, num_tokens: int, budget_tokens: int) -> int:
-    """The largest possible size of so many tokens packed within a budget."""
+    """Return the largest possible size of so many tokens packed within a budget."""
     return packed_bound(
         num_tokens=num_tokens,
         budget_tokens=budget_tokens,

@@ -147,7 +147,9 @@ class WireRows(Rows):
 
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         device = regions["keys"].device
-        return {name: torch.empty(its.shape, dtype=its.dtype, device=device) for name, its in header.items()}
+        return {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for name, spec in header.items()
+        }
 
     def open(self, regions: Tensors, tensors: Tensors) -> RowsCache:
         self._sent.check_content(tensors)
@@ -242,14 +244,14 @@ class NaiveRows(NaiveLayer):
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
     def _every_row(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of all rows, this one included."""
+        """Append a row; return K and V of all rows, this one included."""
         new = self.appended(key, value)
-        keys, values = (torch.cat(its, 1) for its in zip(self._prompt, new, strict=True))
+        keys, values = (torch.cat(parts, 1) for parts in zip(self._prompt, new, strict=True))
         return keys, values
 
 
 def _wire_part(plan: CompressionPlan) -> Part:
-    """The part "rows" of a resolved layer; it has `wire_bits` only if the rows are quantised for the wire."""
+    """Return a resolved layer's part "rows"; it has `wire_bits` only if rows are quantised for the wire."""
     part = plan.representation
     quantised = part.name == "rows" and part.params.get("wire_bits", _PLAIN_BITS) != _PLAIN_BITS
     return part if quantised else Part(name="rows")

@@ -31,8 +31,8 @@ class FormatRules:
         takes_any_softmax: whether it attends to layers with soft-capping or sinks, too.
         takes_latent_rows: whether it stores latent rows (MLA), too.
         scored: whether the plan must have a scorer; None: it may.
-        heads_apart: whether a layer of some heads, compressed apart, is the part of that of all heads. Ranks
-            of prefill then compress their heads themselves.
+        heads_apart: whether groups of heads, compressed separately, make up the layer compressed as a whole.
+            Ranks of prefill then compress their heads themselves.
         divides: whether a layer can be divided by its heads (`parts`); decode workers of several ranks need
             that.
         compacts: whether rows of new tokens may be dropped (`compacting.py`); they are then the `new_rows` of
@@ -54,7 +54,10 @@ class FormatRules:
 
     @classmethod
     def params(cls, part: Part) -> dict[str, Any]:
-        """The parameters of a part that names the format. Raises: InvalidRequest: they are not `allowed`."""
+        """Read the parameters of a part that names the format.
+
+        Raises: InvalidRequest: they are not `allowed`.
+        """
         return read_params(f"format {part.name!r}", {**cls.defaults, **part.params}, cls.allowed)
 
     @classmethod
@@ -86,10 +89,10 @@ class FormatRules:
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        """A layer's exact sizes under a budget. Raises: InvalidRequest: the budget is too small."""
+        """Compute a layer's exact sizes under a budget. Raises: InvalidRequest: the budget is too small."""
         return LayerPlan(rows=sizing.rows, representation=plan.representation)
 
     @classmethod
     def plan_whole(cls, plan: CompressionPlan, num_prompt_tokens: int) -> LayerPlan:
-        """The plan of a layer that retains every token."""
+        """Return the plan of a layer that retains every token."""
         return LayerPlan(rows=num_prompt_tokens)

@@ -50,7 +50,8 @@ class State(LayerFormat):
 
     def tensors(self) -> Specs:
         return {
-            its.name: TensorSpec(shape=its.shape, dtype=TORCH_DTYPES[its.dtype]) for its in self.shape.state
+            spec.name: TensorSpec(shape=spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+            for spec in self.shape.state
         }
 
     def placed(self, num_new: int) -> Specs:
@@ -78,7 +79,7 @@ class StateLayer(LayerCache):
 
     def returned(self, num_appended: int) -> Tensors:
         """See `LayerCache.returned`."""
-        return {name: on_host(its) for name, its in self.regions.items()}
+        return {name: on_host(tensor) for name, tensor in self.regions.items()}
 
 
 class NaiveState(NaiveLayer):
@@ -94,18 +95,19 @@ class NaiveState(NaiveLayer):
 
 
 def stacked(states: Mapping[int, Tensors], num_slots: int) -> dict[str, Tensor]:
-    """The states of several sequences as one batch.
+    """Stack the states of several sequences as one batch.
 
-    Args: states: by slot, of one layer; at least one. Returns: `[num_slots, ...]`, zero in empty slots.
+    Args: states: by slot, of one layer; at least one.
+    Returns: `[num_slots, ...]`, zero in empty slots.
     """
     first = next(iter(states.values()))
-    empty = {name: torch.zeros_like(its) for name, its in first.items()}
+    empty = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
     slots = [states.get(slot, empty) for slot in range(num_slots)]
-    return {name: torch.stack([its[name] for its in slots]) for name in first}
+    return {name: torch.stack([state[name] for state in slots]) for name in first}
 
 
 def unstack(batch: Tensors, targets: Mapping[int, Tensors]) -> None:
     """Write the states of a batch to those of its sequences. Args: targets: by slot."""
-    for name, its in batch.items():
+    for name, tensor in batch.items():
         for slot, target in targets.items():
-            target[name].copy_(its[slot])
+            target[name].copy_(tensor[slot])

@@ -52,7 +52,7 @@ class StoredFormat(LayerFormat):
     @classmethod
     @abstractmethod
     def rows_within(cls, part: Part, sizing: Sizing) -> int:
-        """The most rows, at most T, that fit in the bytes of `sizing.rows` plain rows of 16-bit values.
+        """Return the most rows, at most T, that fit in the bytes of `sizing.rows` plain 16-bit rows.
 
         Scales and channel numbers count; positions do not, on either side.
         """
@@ -76,18 +76,19 @@ class StoredFormat(LayerFormat):
 
     @abstractmethod
     def attention(self, tensors: Tensors) -> PromptAttention:
-        """Attention to the prompt that these tensors are; nothing is copied."""
+        """Return the attention to the prompt that these tensors are; nothing is copied."""
 
     def batched(self, prompt: Tensors, keys: Tensor, values: Tensor, *, length: int) -> CachedRows | None:
-        """The layer as an argument of a batched kernel; None if it must run alone.
+        """Return the layer as an argument of a batched kernel; None if it must run alone.
 
-        Args: prompt: the prompt's tensors; keys, values: rows `[H_kv, cap, D]` of new tokens, `length` in
-            use.
+        Args:
+            prompt: the prompt's tensors.
+            keys, values: rows `[H_kv, cap, D]` of new tokens, `length` of them in use.
         """
         return None
 
     def placed(self, num_new: int) -> Specs:
-        prompt = {_PROMPT + name: its for name, its in self.tensors().items()}
+        prompt = {_PROMPT + name: spec for name, spec in self.tensors().items()}
         return {**prompt, **self.shape.row_specs(num_new)}
 
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class Uniform(PackedFormat):
 
     @classmethod
     def plan_layer(cls, plan: CompressionPlan, sizing: Sizing) -> LayerPlan:
-        """As many rows as fit in the bytes of `sizing.rows` plain rows; see `rows_within`."""
+        """Plan as many rows as fit in the bytes of `sizing.rows` plain rows; see `rows_within`."""
         if sizing.rows == sizing.num_prompt_tokens and plan.attention.name == "dense":
             return LayerPlan(rows=sizing.rows)
         head_dim, num_tokens = sizing.head_dim, sizing.num_prompt_tokens
@@ -104,7 +104,7 @@ class Uniform(PackedFormat):
 
 @lru_cache(maxsize=256)
 def rows_within(budget_rows: int, num_tokens: int, head_dim: int, *, k_bits: int, v_bits: int) -> int:
-    """The most rows, at most T, whose packed bytes are within those of `budget_rows` rows of 16-bit values.
+    """Return the most rows, at most T, whose packed bytes fit in those of `budget_rows` 16-bit rows.
 
     Everything that is stored counts: codes, scales, minima, positions, channel numbers and padding.
     """
@@ -116,18 +116,18 @@ def rows_within(budget_rows: int, num_tokens: int, head_dim: int, *, k_bits: int
 
 
 def _row_bytes(head_dim: int) -> int:
-    """Bytes of K and V of a token in one head, as budgets count them: 16 bits a value."""
+    """Count the bytes of K and V of a token in one head, as budgets count them: 16 bits a value."""
     return 4 * head_dim
 
 
 def _packed_bytes(rows: int, num_tokens: int, head_dim: int, *, k_bits: int, v_bits: int) -> int:
-    """Bytes of one head with `rows` packed rows of a prompt of T tokens."""
+    """Count the bytes of one head with `rows` packed rows of a prompt of T tokens."""
     head = _head_counts(rows, head_dim, k_bits=k_bits, v_bits=v_bits)
     return packed_layout((head,), head_dim, num_tokens=num_tokens).size_bytes
 
 
 def _head_counts(rows: int, head_dim: int, *, k_bits: int, v_bits: int) -> HeadCounts:
-    """A head with `rows` rows. Without rows there are no channels either."""
+    """Return the counts of a head with `rows` rows. Without rows there are no channels either."""
     channels, tokens = [0] * 4, [0] * 4
     channels[WIDTHS.index(k_bits)] = head_dim if rows else 0
     tokens[WIDTHS.index(v_bits)] = rows

@@ -36,7 +36,7 @@ class Window(Rows):
     """K and V `[H_kv, n, D]` of the prompt's last n tokens.
 
     Attributes:
-        window, is_chunked: as of `LayerSpec`.
+        window, is_chunked: as in `LayerSpec`.
     """
 
     name: ClassVar[str] = WINDOW_FORMAT
@@ -56,7 +56,7 @@ class Window(Rows):
         return LayerSpec(window=self.window, is_chunked=self.is_chunked)
 
     def first_row(self, num_appended: int) -> int:
-        """The first row, of the prompt's and the new ones, that a new token attends to."""
+        """Return the first row, of the prompt's and the new ones, that a new token attends to."""
         num_tokens = self.shape.num_prompt_tokens
         return max(0, self.layer.first_visible(num_tokens + num_appended) - (num_tokens - self.rows))
 
@@ -68,7 +68,7 @@ class Window(Rows):
         return named, inputs.keys[:, -self.rows :], inputs.values[:, -self.rows :]
 
     def _index(self) -> Tensor:
-        """The positions of the prompt's rows, int32 `[n]`."""
+        """Return the positions of the prompt's rows, int32 `[n]`."""
         num_tokens = self.shape.num_prompt_tokens
         return torch.arange(num_tokens - self.rows, num_tokens, dtype=torch.int32)
 

@@ -51,11 +51,11 @@ def allocate(
     table: EpsilonTable,
     widths: Sequence[int] = WIDTHS,
 ) -> LayerAllocation:
-    """V gets `16 B_tok D` bits a head. K gets as many, so `16 B_tok D / n` a retained token, and at most
-    `16 D`.
+    """Allocate bits. V gets `16 B_tok D` bits a head; K gets as many, which is `16 B_tok D / n` for each
+    retained token, but at most `16 D`.
 
-    A value of V costs `b + 32/D` bits, of K `b + 1/2`: a token's V has a header, and so has each group of 64
-    retained tokens of a K channel. At 16 bits there is none.
+    A value of V costs `b + 32/D` bits, one of K `b + 1/2`: a token's V has a header, and so has each group
+    of 64 retained tokens of a K channel. At 16 bits there is none.
 
     The channel weights are those of the whole prompt; they are not recomputed for the retained tokens
     (section 3.2).
@@ -109,8 +109,8 @@ def least_budget(widths: Sequence[int], *, num_tokens: int, head_dim: int) -> in
 
 
 def are_usable(*weights: Tensor) -> Tensor:
-    """Whether all weights are finite and at least 0: bool `[]`, on their device."""
-    low, high = torch.cat([its.flatten() for its in weights]).aminmax()
+    """Say whether all weights are finite and at least 0: bool `[]`, on their device."""
+    low, high = torch.cat([tensor.flatten() for tensor in weights]).aminmax()
     return (low >= 0) & (high < torch.inf)
 
 
@@ -142,8 +142,8 @@ def solve_knapsack(
         costs: at each of `WIDTHS`, at least 0; they need not ascend.
         widths: the widths that a unit may have, a subset of `WIDTHS`.
 
-    Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first. Of a head
-        whose weights are not finite or negative, any of them.
+    Returns: uint8 `[H, U]`, each one of `widths`. Among equal gains the lowest unit comes first. For a
+        head with weights that are negative or not finite, any of them.
     """
     assert budgets.shape == weights.shape[:1], (weights.shape, budgets.shape)
     num_units = weights.shape[1]
@@ -174,13 +174,13 @@ class Hull(NamedTuple):
 
 @functools.cache
 def lower_hull(curve: tuple[float, ...], costs: tuple[int, ...], widths: tuple[int, ...]) -> Hull:
-    """Return the hull of some of `WIDTHS`. Args: as of `solve_knapsack`."""
+    """Return the hull of some of `WIDTHS`. Args: as in `solve_knapsack`."""
     points = sorted((costs[i], curve[i], WIDTHS[i]) for i in map(WIDTHS.index, widths))
     least, _, first = points[0]
     reached, steps, gains = [first], list[int](), list[float]()
-    while better := [its for its in points if its[0] > points[0][0] and its[1] < points[0][1]]:
+    while better := [point for point in points if point[0] > points[0][0] and point[1] < points[0][1]]:
         cost, epsilon, _ = points[0]
-        slopes = [(epsilon - its[1]) / (its[0] - cost) for its in better]
+        slopes = [(epsilon - point[1]) / (point[0] - cost) for point in better]
         best = slopes.index(max(slopes))
         points = better[best:]
         reached.append(points[0][2])
@@ -192,7 +192,7 @@ def lower_hull(curve: tuple[float, ...], costs: tuple[int, ...], widths: tuple[i
 
 @functools.cache
 def _on_device(hull: Hull, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A hull's widths, uint8, and gains, float64."""
+    """Return a hull's widths, uint8, and gains, float64."""
     with torch.inference_mode(False):
         return (
             torch.tensor(hull.widths, dtype=torch.uint8, device=device),

@@ -37,14 +37,14 @@ from kvferry.shared.errors import InvalidRequest
 
 ChannelWeights = Literal["norms", "mean_squares"]
 _PER_DEVIATION = 0.125
-"""So little that nearly all bits go to many tokens of few bits. With 1, few tokens take most bits, and on the
+"""So small that nearly all bits go to many tokens of few bits. With 1, few tokens take most bits, and on the
 demo model (n = 20, 2.5 % of the bytes, questions after compression) the four tasks have 100, 60, 70 and 40 %
 in place of 100, 95, 95 and 90 %."""
 
 _QUESTIONS_SHARE = 0.03
-"""Of a draft's weights, what the question's attention counts: it finds what the answer needs after the draft.
-With less, that is hardly found; more costs the draft's tokens bits of K, which all retained tokens share
-(benchmarks/results/eval/README.md)."""
+"""The weight of the question's attention beside the draft's: it finds what the answer needs after the draft.
+With less, that is hardly found; with more, what the draft attends to loses bits of K, which all retained
+tokens share (benchmarks/results/eval/README.md)."""
 
 RDKV_PARAMS: Allowed = {
     "epsilon_table": str,
@@ -90,13 +90,13 @@ class RdkvSettings:
 def allocate_layer(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> LayerAllocation:
-    """The bits of one layer's tokens and channels. The window is `LayerInputs.observing`.
+    """Allocate the bits of one layer's tokens and channels. The window is `LayerInputs.observing`.
 
-    Deviation: the paper has no draft. Its tokens get no bits: only their attention to the prompt counts, and
-    the queries that weigh the channels are theirs and the prompt's last.
+    Deviation: the paper has no draft. A draft's tokens get no bits; only their attention to the prompt
+    counts. The queries that weigh the channels are theirs and the prompt's last.
 
-    Args: scores: float32 `[H_kv, T]`, standardised, that weigh the tokens in place of the window's attention
-        or with it; None: it alone does.
+    Args: scores: float32 `[H_kv, T]`, standardised; they weigh the tokens in place of the window's attention
+        or together with it. None: the attention alone does.
     """
     observed = queries = inputs.observing(settings.window).queries
     if inputs.ahead is not None:
@@ -128,7 +128,7 @@ def allocate_layer(
 def compress_layer_rdkv(
     settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None
 ) -> PackedLayer:
-    """As `begin_layer_rdkv`, and waits for the layer. Raises: as `Packing.finish`."""
+    """Do what `begin_layer_rdkv` does, and wait for the layer. Raises: as `Packing.finish`."""
     packing = begin_layer_rdkv(settings, inputs, scores)
     return packing.finish(packing.tensors)
 
@@ -136,7 +136,7 @@ def compress_layer_rdkv(
 def begin_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs, scores: Tensor | None = None) -> Packing:
     """Allocate bits to one layer and pack it; see `begin_packing`.
 
-    Args: scores: as of `allocate_layer`.
+    Args: scores: as in `allocate_layer`.
     Raises: ValueError: weights are not finite, or K or V of a retained token, in float16 if they are stored
         at 16 bits. In Triton, `finish` of the result raises it.
     """
@@ -144,7 +144,7 @@ def begin_layer_rdkv(settings: RdkvSettings, inputs: LayerInputs, scores: Tensor
 
 
 def begin_allocated(settings: RdkvSettings, inputs: LayerInputs, bits: LayerAllocation) -> Packing:
-    """As `begin_layer_rdkv`, with widths that are given."""
+    """Do what `begin_layer_rdkv` does, with given widths."""
     num_kv_heads, num_tokens, head_dim = inputs.keys.shape
     bound = packed_bound(
         num_tokens=num_tokens,
@@ -156,7 +156,7 @@ def begin_allocated(settings: RdkvSettings, inputs: LayerInputs, bits: LayerAllo
 
 
 def rdkv_settings(part: Part, *, budget_tokens: int, fingerprint: str = "") -> RdkvSettings:
-    """RDKV's settings from the `representation` part of a plan.
+    """Read RDKV's settings from the `representation` part of a plan.
 
     Args: fingerprint: of the served model, as in `find_table`.
     Raises: InvalidRequest: a parameter is unknown, missing or out of range.
@@ -189,7 +189,7 @@ def _widths(text: str) -> tuple[int, ...]:
 def token_weights(
     queries: Tensor, keys: Tensor, *, scaling: float, kernel_size: int = 5, num_ahead: int = 0
 ) -> Tensor:
-    """`w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, `pooled`. No token is protected.
+    """Compute `w_t = sum_{g, tau} a_{tau, t}` (Eq. 2) over all T columns, `pooled`. No token is protected.
 
     Args:
         queries: post-RoPE `[H_kv, G, W, D]`, the prompt's last W <= T queries.
@@ -207,7 +207,7 @@ def token_weights(
 def pooled(sums: Tensor, kernel_size: int) -> Tensor:
     """Average-pool column sums `[H_kv, T]` with stride 1.
 
-    Pooling pads by reflection; if T <= kernel_size // 2 there is no reflection, and they are as they were.
+    Pooling pads by reflection; if T <= kernel_size // 2 that is not possible, and the sums stay as they are.
     """
     assert kernel_size % 2 == 1, kernel_size
     padding = kernel_size // 2
@@ -218,16 +218,16 @@ def pooled(sums: Tensor, kernel_size: int) -> Tensor:
 
 
 def draft_weights(drafted: Tensor, attention: Tensor) -> Tensor:
-    """`w_t = d_t + 0.03 a_t`: what the draft's queries attend to, and what the question's do.
+    """Compute `w_t = d_t + 0.03 a_t`: what the draft's queries attend to, and what the question's do.
 
-    Args: drafted, attention: float32 `[H_kv, T]`, of `token_weights`, divided by the number of queries.
+    Args: drafted, attention: float32 `[H_kv, T]` from `token_weights`, divided by the number of queries.
     Returns: float32 `[H_kv, T]`.
     """
     return drafted + _QUESTIONS_SHARE * attention
 
 
 def score_weights(scores: Tensor) -> Tensor:
-    """`w_t = exp(s_t / 8)` of standardised scores; a token with +inf weighs as much as the highest other one.
+    """Compute `w_t = exp(s_t / 8)` of standardised scores; +inf weighs as much as the highest other score.
 
     Deviation: the paper weighs tokens by the attention of the prompt's last queries, which know the question.
     With the scores of a method that does not, the same allocation serves questions that come later.
@@ -242,14 +242,14 @@ def score_weights(scores: Tensor) -> Tensor:
 
 
 def joint_weights(attention: Tensor, scores: Tensor) -> Tensor:
-    """`w_t = max(a_t, a_(r))`, where r is the rank of `s_t` among its head's scores and `a_(r)` the r-th
-    largest of its attention weights. The scores have another unit, so only their order counts.
+    """Compute `w_t = max(a_t, a_(r))`, where r is the rank of `s_t` among its head's scores and `a_(r)` the
+    r-th largest of its attention weights. The scores have another unit, so only their order counts.
 
     Deviation: the paper weighs by attention alone. That drops tokens that the question does not name but that
     lead to its answer, such as the first of two assignments over which a variable is traced.
 
     Args:
-        attention: float32 `[H_kv, T]`, of `token_weights`.
+        attention: float32 `[H_kv, T]` from `token_weights`.
         scores: float32 `[H_kv, T]`, +inf where a token is protected; of equal ones the first ranks higher.
     Returns: float32 `[H_kv, T]`.
     """
@@ -259,7 +259,7 @@ def joint_weights(attention: Tensor, scores: Tensor) -> Tensor:
 
 
 def channel_weights(queries: Tensor, keys: Tensor, *, variant: ChannelWeights = "norms") -> Tensor:
-    """`w_c = |Q_c| |K_c| / sqrt(D)` (Eq. 4): one norm over group and window, one over all T tokens.
+    """Compute `w_c = |Q_c| |K_c| / sqrt(D)` (Eq. 4): one norm over group and window, one over all T tokens.
 
     Args:
         queries: post-RoPE `[H_kv, G, W, D]`.

@@ -5,23 +5,23 @@ The knapsack uses them as costs. The tables of the paper's five models are built
 
     {"keys": [e2, e4, e8], "values": [e2, e4, e8], "fingerprints": {"float32": "43f5...", ...}, ...}
 
-"fingerprints" are those of the measured model by compute dtype; other entries describe the measurement. A
-service reads its folder of such files once at start (`install_tables`); the shipped models' are always there.
-Requests name tables, never paths; the name "model" is the table of the served model. Router and workers
-should have the same tables: one that lacks a table refuses requests that name it.
+"fingerprints" are those of the measured model by compute dtype; other entries describe the measurement. The
+name "model" means the table measured on the served model; `calibrations.py` says where that lies. A
+service may have a folder of other tables, which requests name by their files' names, never by paths. Both are
+read once, at start (`install_tables`). Router and workers should have the same tables: one that lacks a table
+refuses requests that name it.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.models import SHIPPED_CALIBRATION
-from kvferry.shared.compression.plan import look_up
+from kvferry.shared.compression.calibrations import calibration_files
+from kvferry.shared.compression.plan import ResolvedPlan, look_up
 from kvferry.shared.errors import ConfigurationError
 
 WIDTHS = (0, 2, 4, 8, 16)
@@ -76,42 +76,69 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 OWN_TABLE = "model"
 """The name of the served model's own table."""
 FALLBACK = "LLaMA-3.1-8B"
-"""The table that OWN_TABLE is for a model that none was measured on; the ratios between widths differ little
-between models."""
+"""The table that OWN_TABLE means if none was measured on the model."""
+SUFFIX = ".epsilon.json"
 
-_installed: dict[str, EpsilonTable] = {}
-"""The tables of the last `install_tables`; one set per process."""
+
+@dataclass
+class _Tables:
+    """What `install_tables` read. Attributes: measured: the tables of models; None until they are read."""
+
+    named: dict[str, EpsilonTable] = field(default_factory=dict)
+    measured: tuple[EpsilonTable, ...] | None = None
+
+
+_tables = _Tables()
+"""One set per process."""
 
 
 def find_table(name: str, *, fingerprint: str = "") -> EpsilonTable:
-    """A table by its name: OWN_TABLE, one of the paper's models, or of the installed folder's.
+    """Find a table by its name: OWN_TABLE, one of the paper's models, or of the installed folder's.
 
-    Args: fingerprint: of the served model. Its own table is the installed one that was measured on it, else
-        the shipped one, else FALLBACK.
+    Args: fingerprint: of the served model. Its own table is the one that was measured on it, the installed
+        folder's before the calibrations'; else FALLBACK.
 
     Raises: InvalidRequest: there is none.
     """
-    own = PAPER_TABLES[FALLBACK]
-    for table in (*_shipped_tables(), *_installed.values()):
+    own = own_table(fingerprint) or PAPER_TABLES[FALLBACK]
+    return look_up("epsilon_table", name, {OWN_TABLE: own, **PAPER_TABLES, **_tables.named})
+
+
+def stand_in(resolved: ResolvedPlan, *, fingerprint: str) -> str:
+    """Return the name of another model's table that a plan uses because the served model has none; "" if the
+    model has its own, or if the plan names a table or needs none.
+
+    Args: fingerprint: of the served model.
+    """
+    wants_own = resolved.plan.representation.params.get("epsilon_table") == OWN_TABLE
+    return FALLBACK if wants_own and resolved.method != "full" and own_table(fingerprint) is None else ""
+
+
+def own_table(fingerprint: str) -> EpsilonTable | None:
+    """Return the table that was measured on a model."""
+    if _tables.measured is None:  # a process that installs none
+        _tables.measured = _measured("")
+    own = None
+    for table in (*_tables.measured, *_tables.named.values()):
         if fingerprint in table.fingerprints:
             own = table
-    return look_up("epsilon_table", name, {OWN_TABLE: own, **PAPER_TABLES, **_installed})
+    return own
 
 
-@functools.cache
-def _shipped_tables() -> tuple[EpsilonTable, ...]:
-    return tuple(load_table(path) for path in sorted(SHIPPED_CALIBRATION.glob("*.epsilon.json")))
+def _measured(calibration: str) -> tuple[EpsilonTable, ...]:
+    return tuple(load_table(path) for path in calibration_files(calibration, SUFFIX))
 
 
-def install_tables(folder: str) -> None:
-    """Install the tables of a folder in this process, in place of those installed before.
+def install_tables(folder: str, *, calibration: str = "") -> None:
+    """Install tables in this process, in place of those installed before.
 
-    A table's name is its file's name without `.json`.
-
-    Args: folder: empty for none; files with another ending are ignored.
+    Args:
+        folder: of tables that plans may name: a table's name is its file's name without `.json`. Files with
+            another ending are ignored; empty for none.
+        calibration: as in `calibration_files`.
 
     Raises:
-        ConfigurationError: the folder or a table cannot be read, or a name is one of the paper's.
+        ConfigurationError: a folder or a table cannot be read, or a name is one of the paper's.
     """
     if folder and not Path(folder).is_dir():
         raise ConfigurationError(f"epsilon_tables is {folder!r}; it must be a folder of tables")
@@ -120,13 +147,12 @@ def install_tables(folder: str) -> None:
         raise ConfigurationError(
             f"epsilon_tables {folder!r} has {', '.join(taken)}; those names are built in"
         )
-    tables = {path.stem: load_table(path) for path in paths}
-    _installed.clear()
-    _installed.update(tables)
+    named = {path.stem: load_table(path) for path in paths}
+    _tables.measured, _tables.named = _measured(calibration), named
 
 
 def load_table(path: Path) -> EpsilonTable:
-    """The table of one file.
+    """Load the table of one file.
 
     Raises:
         ConfigurationError: the file cannot be read, or is not a table.

@@ -1,6 +1,6 @@
-"""For weights quantised by compressed-tensors, which expands all of them in the first pass, for good.
+"""For weights quantised by compressed-tensors, which expands all of them for good in the first pass.
 
-Here each module expands its weight when it runs, and drops it. What it computes is the same.
+Here each module expands its weight when it runs, and drops it again. The results are the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _forward(module: Any, compressor: Any, dtype: torch.dtype, inputs: Tensor) -
     from compressed_tensors.utils import get_direct_state_dict
 
     scheme = module.quantization_scheme
-    # of float4 and microscaling formats it is bfloat16, whatever the model computes in
+    # float4 and microscaling formats expand to bfloat16, whatever the model's compute dtype
     weight = compressor.decompress(get_direct_state_dict(module), scheme)["weight"].to(dtype)
     if scheme.input_activations:
         inputs = forward_quantize(module, inputs, "input", scheme.input_activations)

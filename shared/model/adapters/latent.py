@@ -31,7 +31,7 @@ def pass_latent_rows(model: Any) -> None:
 
     Raises: UnsupportedModel: a module is not made as this adapter expects.
     """
-    modules = [its for its in model.modules() if hasattr(its, "expand_kv")]
+    modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if not modules:
         raise UnsupportedModel(
             f"{type(model).__name__} has no attention with expand_kv; this version of transformers is not "
@@ -45,13 +45,14 @@ def pass_latent_rows(model: Any) -> None:
 
 
 def _rows(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of `expand_kv`. Args: `[B, 1, T, R]` and `[B, 1, T, P]`. Returns: keys, and values in them."""
+    """Pass rows on in place of `expand_kv`. Args: `[B, 1, T, R]` and `[B, 1, T, P]`. Returns: keys, and
+    values (a view)."""
     rows = torch.cat([latents, rotary], -1)
     return rows, rows[..., : latents.shape[-1]]
 
 
 def _plain(projection: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A projection whose weights are quantised as one with plain weights: its output for each unit vector.
+    """Return a projection with plain weights in place of quantised ones: its output for each unit vector.
 
     Deviation: if the checkpoint's activations are quantised, those of this projection are not; its weights
     are part of queries and attended values here, which have other scales.
@@ -71,7 +72,7 @@ def _check(attention: nn.Module) -> None:
     name = type(attention).__name__
     sizes = {size: getattr(attention, size, None) for size in _SIZES}
     projection = getattr(attention, "kv_b_proj", None)
-    if not all(isinstance(its, int) for its in sizes.values()):
+    if not all(isinstance(value, int) for value in sizes.values()):
         raise UnsupportedModel(f"{name} has sizes {sizes}; all of them must be integers")
     if type(projection) is not nn.Linear or getattr(projection, "bias", None) is not None:
         raise UnsupportedModel(
@@ -92,7 +93,7 @@ class Latent:
         self._of_keys, self._of_values = weight[:, : self._nope], weight[:, self._nope :]
 
     def expand(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Rows `[n, R + P]` as some heads' keys `[h, n, N + P]` and values `[h, n, V]`."""
+        """Expand rows `[n, R + P]` to some heads' keys `[h, n, N + P]` and values `[h, n, V]`."""
         latents, rotary = rows[:, : self._rank], rows[:, self._rank :]
         of_keys, of_values = self._of_keys[heads], self._of_values[heads]
         keys = rows.new_empty(len(of_keys), len(rows), self._nope + rotary.shape[1])
@@ -101,11 +102,11 @@ class Latent:
         return keys, latents @ of_values.mT
 
     def absorb(self, queries: Tensor) -> Tensor:
-        """Queries `[B, H, T, N + P]` of expanded keys as queries `[B, H, T, R + P]` of rows."""
+        """Turn queries `[B, H, T, N + P]` of expanded keys into queries `[B, H, T, R + P]` of rows."""
         latent = queries[..., : self._nope] @ self._of_keys
         return torch.cat([latent, queries[..., self._nope :]], -1)
 
     def project(self, attended: Tensor) -> Tensor:
-        """Attended latents `[B, H, R]` as attended values `[B, H, V]`."""
+        """Project attended latents `[B, H, R]` to attended values `[B, H, V]`."""
         values: Tensor = attended[:, :, None] @ self._of_values.mT
         return values[:, :, 0]

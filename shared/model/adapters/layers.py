@@ -1,7 +1,7 @@
-"""For layers that keep from our attention what it needs.
+"""For layers that do not pass our attention all that it needs.
 
-Their arguments (StableLM, Nemotron), queries of all but the last tokens in layers that share KV (Gemma 4),
-and the scale of queries, whose positions they count in transformers' own cache (Llama 4).
+They leave out its arguments (StableLM, Nemotron), queries of all but the last tokens in layers that share KV
+(Gemma 4), or the scale of queries, for which they count positions in transformers' cache (Llama 4).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _SLICE = "_maybe_slice_kv_shared_inputs"
 
 
 def decoder_of(model: Any) -> Any:
-    """The module of a model's layers, without its head; `get_decoder` of Llama 4 returns the whole model."""
+    """Return the module with a model's layers, not its head; `get_decoder` of Llama 4 returns the whole
+    model."""
     decoder = model.get_decoder()
     return getattr(decoder, "model", decoder)
 
@@ -35,8 +36,8 @@ def pass_arguments(model: Any) -> None:
 
 
 class _Passes(threading.local):
-    """The passes that are in one layer; the last one runs. Another prompt's pass may run within one, between
-    two operations, and another thread's beside it."""
+    """The passes inside one layer; the last one runs. Another prompt's pass may run within a pass, between
+    two operations, and other threads' passes beside it."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -72,7 +73,8 @@ def run_every_token(model: Any) -> None:
 
 
 def _unsliced(*inputs: Any, **_: Any) -> tuple[Any, ...]:
-    """Args: hidden states, per-layer inputs, position embeddings and masks, then what it does not need."""
+    """Return all tokens. Args: hidden states, per-layer inputs, position embeddings and masks; rest
+    ignored."""
     return inputs[:4]
 
 

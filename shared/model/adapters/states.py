@@ -1,7 +1,7 @@
 """For layers whose states are not as our passes need them.
 
-They are attributes of modules (RecurrentGemma), or the scan of several tokens begins without one (Mamba 1,
-Jamba, Zamba).
+States are attributes of modules (RecurrentGemma), or the scan of several tokens cannot begin with one (Mamba
+1, Jamba, Zamba).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _recurrent(
     past_key_values: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """In place of the block's `forward`. The convolution's state are the last inputs, one fewer than its
+    """Run in place of the block's `forward`. The convolution's state is the last inputs, one fewer than its
     kernel's width."""
     gate = block.act_fn(block.linear_y(input_states))
     inputs = block.linear_x(input_states).transpose(1, 2)

@@ -5,7 +5,7 @@ Entry point of a child process of a worker, which ends with the worker, however 
     python -m kvferry.shared.model.parallel.follower COMMANDS LIFE NOTES CLASS
 
 COMMANDS, LIFE and NOTES are descriptors of pipes; CLASS is `module:name` of a `FollowingRank`. Each role has
-one of its own, because prefill's ranks ship and decode's have KV.
+its own class, because prefill's ranks ship and decode's have KV.
 """
 
 from __future__ import annotations
@@ -80,25 +80,25 @@ class FollowingRank(Ranks):
             self._run(word)  # a pass that overtakes this one
 
     def decode_attention(self, num_slots: int) -> DecodeAttention:
-        """What attends to this rank's heads in the next step. Only ranks that have KV have one."""
+        """Return the attention of this rank's heads in the next step. Only ranks that have KV have one."""
         raise NotImplementedError
 
     def part_taker(self, transfer: TransferKey) -> PartTaker | None:
-        """What ships this rank's heads of a prompt; None if it was aborted. Only ranks that ship have one."""
+        """Return what ships this rank's heads of a prompt; None if aborted. Only ranks that ship have one."""
         raise NotImplementedError
 
     def step_done(self) -> None:
-        """A step has been run."""
+        """Take note that a step has been run."""
 
     def target(self, name: str) -> Any:
-        """Whose method of this name the lead calls (`LeadingRank.call`)."""
+        """Return the object whose method of this name the lead calls (`LeadingRank.call`)."""
         return self
 
     def take_aside(self, word: Any) -> None:
-        """Do what the lead says aside, whatever runs; on a thread of its own. See `LeadingRank.aside`."""
+        """Do what the lead says aside, on a separate thread, whatever else runs. See `LeadingRank.aside`."""
 
     def listen_aside(self) -> None:
-        """Runs on that thread, until the lead is gone."""
+        """Listen on that thread until the lead is gone."""
         with suppress(EOFError, OSError):
             while True:
                 word = self._notes.recv()
@@ -113,8 +113,8 @@ class FollowingRank(Ranks):
             self._notes.send(note)
 
     def ask(self, what: object, *, timeout_s: float) -> Any:
-        """Have the lead answer at once, whatever either of the two runs; see `LeadingRank.on_question`. Any
-        thread may. Raises: TimeoutError: there is no answer in time."""
+        """Have the lead answer at once, whatever either of the two is running; see `LeadingRank.on_question`.
+        Any thread may. Raises: TimeoutError: there is no answer in time."""
         deadline_s = time.monotonic() + timeout_s
         with self._asking:
             self._num_asked += 1
@@ -140,7 +140,7 @@ class FollowingRank(Ranks):
         except PassAborted:
             pass
         except KvferryError as error:
-            if not call.is_answered and not isinstance(error, InvalidRequest):  # the lead tells the request
+            if not call.is_answered and not isinstance(error, InvalidRequest):  # the lead answers it
                 raise
             answer = error.with_traceback(None)
         if call.is_answered:
@@ -150,7 +150,7 @@ class FollowingRank(Ranks):
 
     @torch.inference_mode(False)  # the weights are ordinary tensors
     def load(self, path_or_id: str | Path, device: str, dtype: str, max_model_len: int) -> None:
-        """Load this rank's part of a model; arguments as of `load_model`. The lead is told why it has not
+        """Load this rank's part of a model; arguments as of `load_model`. On failure the lead is told why
         (`LeadingRank.loaded`)."""
         try:
             self._model = load_model(
@@ -159,14 +159,16 @@ class FollowingRank(Ranks):
         except KvferryError as error:
             self._commands.send(error.with_traceback(None))
 
-    def prepare(self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str) -> None:
-        """Take what the worker computes with, beside the model: its kernels and its tables.
+    def prepare(
+        self, role: Role, kernels: KernelMode, is_tested: bool, epsilon_tables: str, calibration: str
+    ) -> None:
+        """Set up what the worker computes with beside the model: its kernels and its tables.
 
         Args: is_tested: compare the kernels that the role uses with their references; see `self_test.py`.
         """
         spec, device = self.model.spec, self.model.device
         choose_kernels(kernels, device)
-        install_tables(epsilon_tables)
+        install_tables(epsilon_tables, calibration=calibration)
         for shape in model_shapes(spec, device) if is_tested else ():
             self_test(role, shape)
 
@@ -202,7 +204,7 @@ class FollowingRank(Ranks):
         self.broadcast(step)
         model.run(step[0][:, None], step[1][:, None], current)
         self.step_done()
-        if current.error is not None:  # the lead's logits are not numbers, by which it knows
+        if current.error is not None:  # the lead sees it, because the step's logits are not numbers
             _log.error("attention of a rank failed", rank=self.rank, exc_info=current.error)
 
 

@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 FOLLOWER = "kvferry.shared.model.parallel.follower:FollowingRank"
 _PING_INTERVAL_S = 1.0
 _HUNG_S = 8.0
-"""A follower that has not answered for so long is lost. It answers while it computes, too."""
+"""A follower that has not answered for this long is lost. It also answers while it computes."""
 _NAMED_S = 1.0
 """How long a failed exchange waits to be told which rank is lost."""
 
@@ -52,7 +52,7 @@ class _Follower:
         descriptors = [end.fileno() for end in theirs]
         self.process = subprocess.Popen(
             [
-                # without the current folder on the path, whose kernels/ may hide a package
+                # without the current folder on the path, because its kernels/ may hide a package
                 *(sys.executable, "-P", "-m", "kvferry.shared.model.parallel.follower"),
                 *map(str, descriptors),
                 follower_class,
@@ -144,12 +144,12 @@ class LeadingRank(Ranks):
         self._tell(repeat(Call(name=name, args=args)))
 
     def call_each(self, name: str, args: Sequence[tuple[Any, ...]]) -> None:
-        """As `call`, with arguments for each follower: the first those of rank 1."""
+        """Call a method with separate arguments for each follower, rank 1 first; otherwise as `call`."""
         self._tell(Call(name=name, args=of_one) for of_one in args)
 
     def ask(self, name: str, *args: Any) -> Callable[..., list[Any]]:
-        """Call a method in all followers. Returns: a function that waits for what it returns there, rank 1
-        first, after the pass that runs. One thread at a time may ask, until it has the answers.
+        """Call a method in all followers. Returns: a function that waits for the results, rank 1 first, after
+        the pass that runs. One thread at a time may ask, until it has the answers.
 
         It raises ConfigurationError if a rank has raised a KvferryError, and WorkerUnavailable if one is lost
         or has no answer in time. Raises: as `call`.
@@ -158,7 +158,7 @@ class LeadingRank(Ranks):
         return self._answers
 
     def _answers(self, *, timeout_s: float = math.inf, what: str = "") -> list[Any]:
-        """See `ask`. Args: what: a rank does not, for the error."""
+        """See `ask`. Args: what: the rest of the error, such as " does not load"."""
         found, deadline_s = [], time.monotonic() + timeout_s
         for follower in self._followers:
             try:
@@ -186,7 +186,7 @@ class LeadingRank(Ranks):
 
     @contextmanager
     def running(self, current: RankPrefillPass | RankDecodePass) -> Iterator[None]:
-        """Around a pass. What fails while the lead is alone ends the pass; anything else the worker.
+        """Make the context of a pass. An error while the lead is alone ends the pass, any other the worker.
 
         Raises: WorkerUnavailable: a rank is lost, or the ranks are no longer at the same place.
         """
@@ -197,11 +197,11 @@ class LeadingRank(Ranks):
                 self._tell(repeat(Word.ABORT))
                 raise
             if isinstance(error, InvalidRequest) and not current.is_lead_alone:
-                raise  # of the model itself, which all ranks refuse
+                raise  # a refusal of the model itself, which all ranks raise
             raise self.fail(error) from error
 
     def fail(self, error: BaseException) -> WorkerUnavailable:
-        """The worker's error after a failed exchange: that of the lost rank, if there is one."""
+        """Return the worker's error after a failed exchange: that of the lost rank, if there is one."""
         self._is_lost.wait(_NAMED_S)
         return self._lose(f"ranks are out of step: {type(error).__name__}: {error}")
 
@@ -216,7 +216,7 @@ class LeadingRank(Ranks):
         self._folder.cleanup()
 
     def _watch(self, follower: _Follower) -> None:
-        """Runs on a thread for each follower: the pipe ends with its process."""
+        """Watch a follower, on a thread for each: the pipe ends with its process."""
         while not self._closing.is_set():
             try:
                 if follower.life.poll(_PING_INTERVAL_S):
@@ -236,7 +236,7 @@ class LeadingRank(Ranks):
                 return
 
     def _read_notes(self, follower: _Follower) -> None:
-        """Runs on a thread for each follower."""
+        """Read a follower's notes, on a thread for each."""
         while True:
             try:
                 note = follower.notes.recv()
@@ -255,7 +255,7 @@ class LeadingRank(Ranks):
                 return
 
     def _lose(self, reason: str) -> WorkerUnavailable:
-        """Returns: the worker's error: for this reason, unless it was lost before."""
+        """Declare the worker lost. Returns: its error: for this reason, unless it was lost before."""
         with self._lock:
             if self._error is not None:
                 return self._error
@@ -264,7 +264,7 @@ class LeadingRank(Ranks):
                 return error
             self._error = error
             self._is_lost.set()
-        # so that an exchange with one that hangs fails, too
+        # so that an exchange with a follower that hangs also fails
         for follower in self._followers:
             follower.process.kill()
         if self._is_loaded:

@@ -27,14 +27,14 @@ from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.spec import ModelSpec
 
 _PREPARE_TIMEOUT_S = 900.0
-"""Kernels are compiled and tested in it."""
+"""How long compiling and testing kernels may take."""
 
 
 class ParallelModel(TransformersModel):
     """The leading rank's part, whose passes all ranks run; they also raise WorkerUnavailable: a rank is lost.
 
     Attributes:
-        part_spec: the spec of the leading rank's heads, and of any other's.
+        part_spec: the spec of the leading rank's heads, equal for every rank.
         lead: as given.
 
     Args:
@@ -78,7 +78,8 @@ class ParallelModel(TransformersModel):
     def _step_pass(
         self, token_ids: Tensor, positions: Tensor, attention: DecodeAttention
     ) -> Iterator[DecodePass]:
-        """Args: attention: of the leading rank's heads; followers have theirs (`FollowingRank`)."""
+        """Make the context of a step. Args: attention: of the leading rank's heads; followers have theirs
+        (`FollowingRank`)."""
         current = RankDecodePass(attention, spec=self.part_spec)
         self.lead.call("run_step", len(token_ids))
         with self.lead.running(current):
@@ -87,10 +88,13 @@ class ParallelModel(TransformersModel):
         if current.error is not None:
             raise current.error
 
-    def prepare(self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str) -> None:
-        """Have the other ranks take what this process has taken; waits until they have. See
+    def prepare(
+        self, role: Role, *, kernels: KernelMode, self_test: bool, epsilon_tables: str, calibration: str
+    ) -> None:
+        """Have the other ranks set up what this process has set up, and wait until they have. See
         `FollowingRank.prepare`."""
-        self.lead.ask("prepare", role, kernels, self_test, epsilon_tables)(timeout_s=_PREPARE_TIMEOUT_S)
+        prepared = self.lead.ask("prepare", role, kernels, self_test, epsilon_tables, calibration)
+        prepared(timeout_s=_PREPARE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the other ranks. No pass may be running."""
@@ -98,7 +102,7 @@ class ParallelModel(TransformersModel):
 
 
 def _whole_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """The spec of all heads.
+    """Return the spec of all heads.
 
     Args: spec: as the probe has measured it in one rank.
     Raises: UnsupportedModel: a layer cannot be divided.
@@ -151,7 +155,7 @@ def load_parallel_model(
             part = load_model(
                 path_or_id, name=name, device=device, dtype=dtype, max_model_len=max_model_len, ranks=lead
             )
-        except (RuntimeError, WorkerUnavailable) as error:  # of an exchange with a rank that has ended
+        except (RuntimeError, WorkerUnavailable) as error:  # from an exchange with a rank that has ended
             raise ConfigurationError(lead.fail(error).message) from error
         model = ParallelModel(part, lead)
         unless_loaded.pop_all()

@@ -1,14 +1,14 @@
 """Passes of a tensor-parallel model: each rank projects and attends for its own heads.
 
 In a decode step every rank has the KV of its heads, and only the model's own sums go from rank to rank. In
-prefill the prompt's observer, which has its history, is the leading rank's. It does that alone, between two
+prefill the prompt's observer, which has its history, is in the leading rank. It works alone, between two
 words to the followers:
 
     prefill layer   history ─proceed► history to ranks; attention; compression; shipping, observer ─proceed►
 
     every rank      K, V, queries of its heads ──► compress ──► observer in the lead, `PartTaker` elsewhere
 
-K, V and what is made of them stay in their rank, unless the session's history wants the new tokens' K and V.
+K, V and their compressed form stay in their rank, unless the session's history wants the new tokens' K and V.
 Where the method compresses all heads together, K, V and queries go to the lead, and its observer compresses.
 
 While the lead is alone, followers wait for its word, so an error there aborts the pass in all ranks, and a
@@ -36,11 +36,11 @@ from kvferry.shared.model.spec import ModelSpec
 
 
 class PartTaker(Protocol):
-    """Takes what a rank other than the lead has compressed of its heads."""
+    """Takes the compressed heads of a rank other than the lead."""
 
     def take(self, layer: int, part: Encoded | Exception) -> None:
-        """Called for each layer, in order, and again from the first one if the pass is run again. Raises
-        nothing. Args: part: or why the layer cannot be compressed."""
+        """Take a layer. Called for each, in order, and again from the first one if the pass is run again.
+        Raises nothing. Args: part: the layer, or why it cannot be compressed."""
         ...
 
 
@@ -51,11 +51,11 @@ class RankPrefillPass(PrefillPass):
         is_lead_alone: whether followers wait for a word.
 
     Args:
-        model: whose positions a method may undo.
+        model: a method may undo its positions.
         spec: of this rank's heads.
-        division: by which this rank compresses them; None: the observer is given all heads.
+        division: how this rank compresses its heads; None: the observer is given all heads.
         observer: the lead's, a `DividingObserver` if there is a division; None in followers.
-        taker: in a follower, of what it compresses; None: nothing is wanted of it any more.
+        taker: in a follower, takes what it compresses; None: nothing is wanted any more.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankPrefillPass(PrefillPass):
         self.is_lead_alone = False
 
     def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of this rank's heads."""
+        """Return the history of this rank's heads."""
         history = None
         with self._lead_alone():
             if self._observer is not None:
@@ -124,8 +124,8 @@ class RankPrefillPass(PrefillPass):
         values: Tensor,
         scaling: float,
     ) -> None:
-        """Compress this rank's heads, and give them to what ships them. A rank that cannot goes on with the
-        pass, which the others run, too."""
+        """Compress this rank's heads, and pass them on for shipping. A rank that fails continues the pass,
+        which the other ranks also run."""
         observer = self._observer
         assert observer is None or isinstance(observer, DividingObserver)
         pre_rope_keys, question = self._model.pre_rope_keys, division.question
@@ -147,12 +147,12 @@ class RankPrefillPass(PrefillPass):
                 observer.layer_compressed(layer, part, (rows[0], rows[1]) if rows else None)
 
     def _new_rows(self, keys: Tensor, values: Tensor) -> list[list[Tensor]]:
-        """In the lead K and V of the new tokens, of each rank's heads."""
+        """Gather K and V of the new tokens of each rank's heads, in the lead."""
         return [self._ranks.gather(rows[:, self._start :]) for rows in (keys, values)]
 
     @contextmanager
     def _lead_alone(self) -> Iterator[None]:
-        """The block is the lead's; then the others go on. An error leaves `is_lead_alone` set."""
+        """Run the block in the lead alone; then the others go on. An error leaves `is_lead_alone` set."""
         self.is_lead_alone = True
         yield
         self._ranks.proceed()
@@ -162,8 +162,7 @@ class RankPrefillPass(PrefillPass):
 class RankDecodePass(DecodePass):
     """A rank's part of a decode step: its attention has the KV of its heads.
 
-    An attention that fails is as one without a result: the ranks run the pass to its end together, and the
-    step's logits are not numbers.
+    If an attention fails, the ranks still run the pass to its end together, and the step's logits are NaN.
 
     Attributes:
         is_lead_alone: see `RankPrefillPass`.

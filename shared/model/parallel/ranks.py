@@ -4,7 +4,7 @@
     followers  its child processes: they run the same passes over their own parts (`follower.py`)
 
 Tensors go through `torch.distributed`: NCCL between GPUs, gloo on a CPU. Words go through pipes, because a
-rank may wait for the next one for any time.
+rank may wait any length of time for the next one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Call:
 
 
 class Word(Enum):
-    """Told to followers that wait within a pass: the lead is done with what it does alone, or the pass is
-    over, because that failed or was cancelled."""
+    """Sent to followers that wait within a pass: the lead has finished its own work, or the pass is over
+    because that work failed or was cancelled."""
 
     PROCEED = "proceed"
     ABORT = "abort"
@@ -56,7 +56,7 @@ class Word(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Noted by a follower: what it wants to be told at once. The answer comes as one of the same number."""
+    """A follower's note of what it wants to be told at once. The answer has the same number."""
 
     number: int
     content: object
@@ -79,7 +79,7 @@ class Ranks:
         return torch.device("cuda", self.rank) if self._join.backend == "nccl" else torch.device("cpu")
 
     def join(self) -> None:
-        """Join the group; returns when all ranks have. The device must not have been used before."""
+        """Join the group; return when all ranks have. The device must not have been used before."""
         # All ranks are on this machine. Otherwise the libraries listen on an address that others may reach.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
@@ -96,14 +96,14 @@ class Ranks:
         )
 
     def loaded(self) -> None:
-        """Called when this rank has its weights; returns when all have.
+        """Announce that this rank has its weights; return when all have.
 
         Raises: ConfigurationError: another rank has not.
         """
         raise NotImplementedError
 
     def proceed(self) -> None:
-        """The lead lets the others go on; they wait for that, and run other passes meanwhile.
+        """Let the others go on, in the lead. Followers wait for that, and run other passes meanwhile.
 
         Raises: PassAborted: in followers, the lead has given up the pass.
         """
@@ -114,23 +114,23 @@ class Ranks:
         dist.broadcast(tensor, src=0)
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """The parts of all ranks, of the same shape; in followers none."""
+        """Gather the parts of all ranks, of the same shape; none in followers."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)] if self.rank == 0 else []
         dist.gather(part, parts or None, dst=0)
         return parts
 
     def scatter(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """This rank's part. Args: parts: of all ranks; in followers empty. like: of a part's shape."""
+        """Receive this rank's part. Args: parts: of all ranks; empty in followers. like: has its shape."""
         part = torch.empty_like(like, memory_format=torch.contiguous_format)
-        dist.scatter(part, [its.contiguous() for its in parts] or None, src=0)
+        dist.scatter(part, [tensor.contiguous() for tensor in parts] or None, src=0)
         return part
 
 
 def backend_for(device: str, num_ranks: int) -> str:
-    """The backend of `torch.distributed` for ranks on a device.
+    """Return the backend of `torch.distributed` for ranks on a device.
 
-    Raises: ConfigurationError: the device does not go with so many ranks.
+    Raises: ConfigurationError: the device does not support so many ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(

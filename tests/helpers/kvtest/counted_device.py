@@ -102,7 +102,7 @@ class Counting(TorchDispatchMode):
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             self.launches[kernel.fn.__name__] += 1
-            return self._run(kernel, *(_inner(its) for its in args), **kwargs)
+            return self._run(kernel, *(_inner(arg) for arg in args), **kwargs)
 
         InterpretedFunction.run = run
         return self
@@ -168,7 +168,7 @@ def _selects_by_mask(function: Any, args: Sequence[Any]) -> bool:
 
 def on_device(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copies of tensors on the counted device."""
-    return tuple(CountedTensor(its.clone()) for its in tensors)
+    return tuple(CountedTensor(tensor.clone()) for tensor in tensors)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class SmallModel:
             q, k, v = self._project(layer, hidden)
             q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
             if start:
-                k, v = (torch.cat(its, 1) for its in zip(observer.history(layer), (k, v), strict=True))
+                k, v = (torch.cat(parts, 1) for parts in zip(observer.history(layer), (k, v), strict=True))
             seen = None
             if start and len(token_ids) > 1:
                 seen = torch.ones(len(token_ids), k.shape[1], dtype=torch.bool).tril(start)
@@ -212,7 +212,8 @@ def manifest_for(spec, request, ticket, *, measured=None, **changes):
 def named(fmt, tensors):
     """A layer's tensors as a transfer takes them."""
     return [
-        NamedTensor(name=name, tensor=its, kind=fmt.kinds.get(name, "rows")) for name, its in tensors.items()
+        NamedTensor(name=name, tensor=tensor, kind=fmt.kinds.get(name, "rows"))
+        for name, tensor in tensors.items()
     ]
 
 

@@ -45,13 +45,13 @@ def retained_rows(
     keys, values = (
         torch.cat(
             [
-                rows_of(its[:, :prompt], positions),
-                its[:, prompt : prompt + generated],
-                torch.full((len(its), 2, DIM), torch.nan),
+                rows_of(tensor[:, :prompt], positions),
+                tensor[:, prompt : prompt + generated],
+                torch.full((len(tensor), 2, DIM), torch.nan),
             ],
             1,
         )
-        for its in tokens
+        for tensor in tokens
     )
     return keys, values
 
@@ -112,7 +112,7 @@ def draw_delta(data: st.DataObject) -> Delta:
         retained_rows(tokens, positions, prompt=prompt, generated=0 if number else generated)
         for number, (prompt, positions) in enumerate(zip(prompts, before, strict=True))
     ][:depth]
-    whole = dict(zip(("keys", "values"), (rows_of(its, after) for its in tokens), strict=True))
+    whole = dict(zip(("keys", "values"), (rows_of(tensor, after) for tensor in tokens), strict=True))
     index = {} if after is None else {"index": torch.from_numpy(after)}
     wanted = after if after is not None else np.tile(np.arange(total, dtype=np.int32), (heads, 1))
 

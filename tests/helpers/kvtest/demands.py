@@ -110,11 +110,14 @@ def demanding(base_url: str, socket: Path) -> Iterator[DemandingProxy]:
 
 
 def _has_result(body: dict[str, Any]) -> bool:
-    given = [*body.get("messages", ()), *(its for its in body.get("input", ()) if isinstance(its, dict))]
-    parts = [part for its in given for part in (its.get("content") or ()) if isinstance(part, dict)]
+    given = [
+        *body.get("messages", ()),
+        *(entry for entry in body.get("input", ()) if isinstance(entry, dict)),
+    ]
+    parts = [part for entry in given for part in (entry.get("content") or ()) if isinstance(part, dict)]
     return any(
-        its.get("role") == "tool" or its.get("type") in ("function_call_output", "tool_result")
-        for its in (*given, *parts)
+        entry.get("role") == "tool" or entry.get("type") in ("function_call_output", "tool_result")
+        for entry in (*given, *parts)
     )
 
 
@@ -149,11 +152,11 @@ def _narrow(tools: list[dict[str, Any]]) -> str | None:
         return None
     _, _, name, schema, commands = min(found)
     properties = schema.get("properties", {})
-    given = {its: _value(its, properties[its]) for its in {*commands, *schema.get("required", ())}}
+    given = {field: _value(field, properties[field]) for field in {*commands, *schema.get("required", ())}}
     schema.clear()
     schema.update(
         type="object",
-        properties={its: {"const": value} for its, value in given.items()},
+        properties={field: {"const": value} for field, value in given.items()},
         required=list(given),
         additionalProperties=False,
     )

@@ -63,14 +63,14 @@ def _keep_numpy_dtypes(core: Any, interpreter: Any) -> None:
     """Make the table of dtypes once."""
     plain, found = interpreter._get_np_dtype, {}
 
-    def numpy_dtype(its: Any) -> Any:
-        if isinstance(its, core.block_type):
-            its = its.element_ty
-        if isinstance(its, core.pointer_type):
-            return plain(its)
-        if its not in found:
-            found[its] = plain(its)
-        return found[its]
+    def numpy_dtype(dtype: Any) -> Any:
+        if isinstance(dtype, core.block_type):
+            dtype = dtype.element_ty
+        if isinstance(dtype, core.pointer_type):
+            return plain(dtype)
+        if dtype not in found:
+            found[dtype] = plain(dtype)
+        return found[dtype]
 
     interpreter._get_np_dtype = numpy_dtype
 
@@ -88,7 +88,7 @@ def _keep_shapes(core: Any) -> None:
         if id(shape) in kept:
             self.shape, self.numel = kept[id(shape)]
             return
-        key = tuple([core._unwrap_if_constexpr(its) for its in shape])
+        key = tuple([core._unwrap_if_constexpr(size) for size in shape])
         if key not in of_types:
             plain(self, element_ty, shape)
             of_types[key] = kept[id(self.shape)] = self.shape, self.numel
@@ -97,7 +97,7 @@ def _keep_shapes(core: Any) -> None:
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         shape = tuple(type.shape) if type.is_block() else ()
         if shape not in of_tensors:
-            sizes = [core.constexpr(its) for its in shape]
+            sizes = [core.constexpr(size) for size in shape]
             of_tensors[shape] = core.tuple(sizes), core.constexpr(math.prod(shape))
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = of_tensors[shape]
@@ -113,8 +113,10 @@ def _keep_languages(interpreter: Any) -> None:
 
     def patch(function: Any) -> Any:
         if function not in of_functions:
-            seen = [its for its in function.__globals__.values() if inspect.ismodule(its)]
-            of_functions[function] = {id(its) for its in seen if its in (interpreter.tl, interpreter.tl.core)}
+            seen = [module for module in function.__globals__.values() if inspect.ismodule(module)]
+            of_functions[function] = {
+                id(module) for module in seen if module in (interpreter.tl, interpreter.tl.core)
+            }
         before, own = getattr(here, "replaced", set()), of_functions[function]
         if own and own <= before:
             return interpreter._LangPatchScope()

@@ -32,9 +32,9 @@ def make_gguf_source(family: str, folder: Path, **overrides: Any) -> Path:
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(21)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, its in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                torch.nn.init.normal_(its)
+                torch.nn.init.normal_(parameter)
         model.save_pretrained(folder)
     return folder
 
@@ -79,13 +79,13 @@ def write_gguf(
     for name, weight in load_file(folder / "model.safetensors").items():
         if name == left_out:
             continue
-        its = weight.float().numpy()
+        array = weight.float().numpy()
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates neighbours, transformers the halves of a head
-            its = its.reshape(-1, 2, head_dim // 2, its.shape[1]).swapaxes(1, 2).reshape(its.shape)
-        stored = GGMLQuantizationType[kind if its.ndim > 1 else "F32"]
+            array = array.reshape(-1, 2, head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        stored = GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
         known_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(known_as, quantize(np.ascontiguousarray(its), stored), raw_dtype=stored)
+        writer.add_tensor(known_as, quantize(np.ascontiguousarray(array), stored), raw_dtype=stored)
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config.rope_parameters, head_dim))
     writer.write_header_to_file()
@@ -97,8 +97,8 @@ def write_gguf(
 
 def _write_tokenizer(writer: Any, folder: Path, vocab_size: int, template: str) -> None:
     data = json.loads((folder / "tokenizer.json").read_text())
-    ids = data["model"]["vocab"] | {its["content"]: its["id"] for its in data["added_tokens"]}
-    added = {its["id"]: _CONTROL if its["special"] else _USER_DEFINED for its in data["added_tokens"]}
+    ids = data["model"]["vocab"] | {token["content"]: token["id"] for token in data["added_tokens"]}
+    added = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in data["added_tokens"]}
     tokens = {token_id: text for text, token_id in ids.items()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

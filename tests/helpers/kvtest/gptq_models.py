@@ -85,10 +85,10 @@ def _load(folder: Path) -> Loaded:
     projection = model._model.model.layers[0].mlp.up_proj
     return Loaded(
         weights=model.spec.weights,
-        tokens=[its.token_id for its in generated],
+        tokens=[token.token_id for token in generated],
         expected=Reference(folder).tokens(prompt, NUM_NEW),
         num_weights=projection.in_features * projection.out_features,
-        stored_bytes=sum(its.nbytes for its in _tensors_of(projection)),
+        stored_bytes=sum(tensor.nbytes for tensor in _tensors_of(projection)),
     )
 
 

@@ -76,14 +76,18 @@ def _main(warm_up: Path, folder: Path) -> None:
     del kept, config.quantization_config
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
-    sizes = [4 * its.weight.numel() for its in whole.modules() if isinstance(its, nn.Linear | nn.Embedding)]
-    its = LoadMemory(
+    sizes = [
+        4 * module.weight.numel()
+        for module in whole.modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    ]
+    memory = LoadMemory(
         stored=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        full_precision=4 * sum(its.numel() for its in whole.parameters()),
+        full_precision=4 * sum(parameter.numel() for parameter in whole.parameters()),
         largest=max(sizes),
         peak=peak,
     )
-    print(json.dumps(asdict(its)))  # noqa: T201
+    print(json.dumps(asdict(memory)))  # noqa: T201
 
 
 if __name__ == "__main__":

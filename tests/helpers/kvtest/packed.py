@@ -73,8 +73,8 @@ def _unpack_head(head: PackedHead, head_dim: int) -> tuple[Tensor, Tensor, Tenso
     groups = [group_of(token, counts.num_tokens) for token in range(counts.num_tokens)]
     keys = torch.zeros(counts.num_tokens, head_dim, device=head.key_words.device)
     for start, codes in key_tiles(head.key_words, counts.channels, counts.num_tokens, max_blocks=64):
-        its = groups[start : start + codes.shape[1]]
-        codes[:coded] = codes[:coded] * head.key_scales[its].T + head.key_minima[its].T
+        tile_groups = groups[start : start + codes.shape[1]]
+        codes[:coded] = codes[:coded] * head.key_scales[tile_groups].T + head.key_minima[tile_groups].T
         keys[start : start + codes.shape[1], channels] = codes.T
     rows = [
         unpack_value_rows(packed, width, head_dim)

@@ -56,7 +56,7 @@ class Turn:
 
     @property
     def tokens(self) -> list[int]:
-        return [its.token_id for its in self.sampled]
+        return [token.token_id for token in self.sampled]
 
     @property
     def shipped(self) -> dict[str, int]:

@@ -329,8 +329,8 @@ _OTHERS = (
         name="ignored-cancellation",
         what="Decode runs an answer to its end though nobody reads it any more.",
         path="services/decode/engine.py",
-        old="if its.cancelled or its.cut_off]",
-        new="if its.cut_off]",
+        old="if each.cancelled or each.cut_off]",
+        new="if each.cut_off]",
         near=("tests/services/decode/test_lifecycle.py", "tests/services/decode/test_completion.py"),
     ),
     PlantedFault(

@@ -86,8 +86,8 @@ class RecordingSink:
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         assert header.layer == len(self.layers[key])
         self.layers[key].append(header)
-        for its in header.tensors:
-            self._bytes[key, header.layer, its.name] = bytearray()
+        for tensor in header.tensors:
+            self._bytes[key, header.layer, tensor.name] = bytearray()
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         layer = self.layers[header.key][header.layer]
@@ -108,11 +108,11 @@ class RecordingSink:
 
     def tensors(self, key: TransferKey, layer: int) -> dict[str, Tensor]:
         """A layer's tensors as they were announced."""
-        return {its.name: self.rows(key, layer, its.name) for its in self.layers[key][layer].tensors}
+        return {tensor.name: self.rows(key, layer, tensor.name) for tensor in self.layers[key][layer].tensors}
 
     def rows(self, key: TransferKey, layer: int, name: str) -> Tensor:
         """One tensor: `[H_kv, n, D]`, or `[H_kv, n]` of positions."""
-        (header,) = (its for its in self.layers[key][layer].tensors if its.name == name)
+        (header,) = (announced for announced in self.layers[key][layer].tensors if announced.name == name)
         dtype, buffer = DTYPES[header.dtype], self._bytes[key, layer, name]
         flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
         return flat.view(header.shape)
@@ -339,12 +339,12 @@ def as_sent(expected: Continuation) -> list[dict[str, Tensor]]:
     """A compressed prompt's tensors, and those of its draft."""
     layers = [dict(tensors) for tensors in expected.compressed]
     formats = make_formats(expected.spec, expected.resolved)
-    for its in expected.drafted.layers if expected.drafted is not None else ():
-        if its.ahead is not None:
-            kept = layers[its.layer]
+    for drafted in expected.drafted.layers if expected.drafted is not None else ():
+        if drafted.ahead is not None:
+            kept = layers[drafted.layer]
             encoded = Encoded(tensors=tuple(kept.values()), names=tuple(kept))
-            encoded = with_draft(formats[its.layer], encoded, its.ahead)
-            layers[its.layer] = dict(encoded.finish(encoded.tensors))
+            encoded = with_draft(formats[drafted.layer], encoded, drafted.ahead)
+            layers[drafted.layer] = dict(encoded.finish(encoded.tensors))
     return layers
 
 

@@ -32,7 +32,7 @@ class Process:
     def metric(self, name: str) -> float:
         text = httpx.get(f"http://{self.addresses['metrics']}/metrics", timeout=60).raise_for_status().text
         families = text_string_to_metric_families(text)
-        return sum(sample.value for its in families for sample in its.samples if sample.name == name)
+        return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     @contextmanager
     def frozen(self) -> Iterator[Callable[[], None]]:
@@ -47,7 +47,7 @@ def is_running(pid: int) -> bool:
     """Whether a thread of a process has not ended: until then its sockets are open. Where nobody waits for
     the process, zombies are left."""
     try:
-        tasks = [its.read_text() for its in Path(f"/proc/{pid}/task").glob("*/stat")]
+        tasks = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):  # one ends while its file is read
         return is_running(pid)
     return any(task.rpartition(")")[2].split()[0] not in "ZX" for task in tasks)

@@ -54,7 +54,7 @@ def _docstring(package: str, file: str, name: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     module = ast.parse((Path(spec.origin).parent / file).read_text("utf-8"))
-    (found,) = (its for its in module.body if isinstance(its, ast.ClassDef) and its.name == name)
+    (found,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
     return ast.get_docstring(found) or ""
 
 
@@ -89,10 +89,12 @@ def run_all(examples: list[Example], given: str) -> list[dict[str, str]]:
 
 if __name__ == "__main__":
     passed = json.load(sys.stdin)
-    found = run_all([Example(**its) for its in passed["examples"]], passed["given"])
+    found = run_all([Example(**example) for example in passed["examples"]], passed["given"])
     Path(passed["output"]).write_text(json.dumps(found))
 
 
 def as_input(examples: list[Example], *, given: str, output: Path) -> str:
     """What the process reads. Args: output: the file to which it writes what `run_all` returns."""
-    return json.dumps({"examples": [asdict(its) for its in examples], "given": given, "output": str(output)})
+    return json.dumps(
+        {"examples": [asdict(example) for example in examples], "given": given, "output": str(output)}
+    )

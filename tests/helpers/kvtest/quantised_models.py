@@ -135,10 +135,12 @@ def _compress(model: Any, scheme: Mapping[str, Any], folder: Path) -> None:
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
     for name, module in model.named_modules():
         if hasattr(module, "quantization_scheme"):
-            its = module.quantization_scheme
-            _set_scales(module, "weight", its.weights, _in_groups(module.weight.detach(), its.weights))
-            if its.input_activations and its.input_activations.dynamic is not True:
-                _set_scales(module, "input", its.input_activations, extremes[name])
+            applied = module.quantization_scheme
+            _set_scales(
+                module, "weight", applied.weights, _in_groups(module.weight.detach(), applied.weights)
+            )
+            if applied.input_activations and applied.input_activations.dynamic is not True:
+                _set_scales(module, "input", applied.input_activations, extremes[name])
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)

@@ -30,7 +30,7 @@ class AttendingRank(FollowingRank):
 
     def take(self, layer: int, part: Encoded | Exception) -> None:
         if isinstance(part, Encoded):
-            self.note((layer, {name: its.numpy() for name, its in part.finish(part.tensors).items()}))
+            self.note((layer, {name: tensor.numpy() for name, tensor in part.finish(part.tensors).items()}))
         else:
             self.note((layer, part))
 

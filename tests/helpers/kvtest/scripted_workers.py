@@ -307,8 +307,8 @@ class ScriptedPrefill(_Worker):
                 queue_s=0.0,
                 prompt_logprobs=self._prompt_logprobs(request),
                 sibling_tokens=tuple(
-                    self.script.sample(request.prompt_token_ids, its, its.first_index)
-                    for its in request.siblings
+                    self.script.sample(request.prompt_token_ids, sibling, sibling.first_index)
+                    for sibling in request.siblings
                 ),
             )
             for token in drawn[1:]:

@@ -110,7 +110,9 @@ def serve(
     layout = sequence_layout(make_formats(spec, resolved))
     arena = ByteArena(layout.size_bytes + 4096, model.device)
     buffer = arena.buffer(arena.reserve(layout.size_bytes, owner="one", state="running"))
-    caches = tuple(layer.place(buffer, its) for layer, its in zip(layout.layers, compressed, strict=True))
+    caches = tuple(
+        layer.place(buffer, tensors) for layer, tensors in zip(layout.layers, compressed, strict=True)
+    )
     params = SamplingParams(max_tokens=4, temperature=0.0)
     runner = StepRunner(model, StepDevice(), max_batch_size=1, warn=print)
     runner.join(

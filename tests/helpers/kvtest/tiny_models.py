@@ -77,9 +77,9 @@ def save_model(config: Any, folder: Path, *, dtype: torch.dtype = torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        for name, its in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # zeros in some types, by which heads could not be told apart
-                torch.nn.init.normal_(its)
+                torch.nn.init.normal_(parameter)
     with quiet_libraries():
         model.save_pretrained(folder)
     copy_tokenizer(folder)

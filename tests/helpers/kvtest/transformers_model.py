@@ -49,7 +49,7 @@ class Reference:
         expected = self.tokens(prompt, len(tokens))
         if tokens == expected:
             return True
-        place = next(i for i, its in enumerate(tokens) if its != expected[i])
+        place = next(i for i, token in enumerate(tokens) if token != expected[i])
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
         return bool(abs(logits[expected[place]] - logits[tokens[place]]) <= tie)

@@ -55,7 +55,7 @@ def test_more_queries_than_a_chunk_has() -> None:
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    queries, keys = (its.to(torch.bfloat16) for its in make(2, 2, 9, 37))
+    queries, keys = (tensor.to(torch.bfloat16) for tensor in make(2, 2, 9, 37))
     expected = plain_maxima(queries.float(), keys.float(), 0.25)
     torch.testing.assert_close(column_maxima(queries, keys, scaling=0.25), expected, atol=1e-6, rtol=1e-5)
 

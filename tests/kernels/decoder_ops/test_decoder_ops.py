@@ -33,7 +33,7 @@ def test_a_sum_and_its_norm(dtype: torch.dtype, size: int, adds: bool) -> None:
     hidden[1] = torch.nan  # a row's neighbours do not notice
     ours = triton_kernel.add_norm(hidden, residual, weight, 1e-5)
     theirs = decoder_ops.add_norm_torch(hidden, residual, weight, 1e-5)
-    check(tuple(its[[0, 2]] for its in ours), tuple(its[[0, 2]] for its in theirs), dtype)
+    check(tuple(tensor[[0, 2]] for tensor in ours), tuple(tensor[[0, 2]] for tensor in theirs), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -43,7 +43,7 @@ def test_rotary_positions(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, has_norms: bool
 ) -> None:
     # parts of longer rows, as one product gives them
-    units = [its * head_dim for its in (heads, kv_heads, kv_heads)]
+    units = [count * head_dim for count in (heads, kv_heads, kv_heads)]
     queries, keys, values = torch.split(rows(3, sum(units), dtype=dtype), units, dim=1)
     angles = rows(3, head_dim // 2, seed=2).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -51,7 +51,7 @@ def test_rotary_positions(
     ours = triton_kernel.rotate(queries, keys, values, cos, sin, norms)
     check(ours, decoder_ops.rotate_torch(queries, keys, values, cos, sin, norms), dtype)
     assert torch.equal(ours[2].flatten(1), values)
-    assert all(its.is_contiguous() for its in ours)
+    assert all(tensor.is_contiguous() for tensor in ours)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -92,6 +92,6 @@ def test_torch_is_bit_for_bit_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(ours, norm(residual + hidden))
     queries, keys, cos, sin = (rows(3, 2, 8, dtype=dtype, seed=seed) for seed in range(4))
     theirs = apply_rotary_pos_emb(queries[:, :, None], keys[:, :, None], cos[:, :1], sin[:, :1])
-    flat = [its.flatten(1) for its in (queries, keys, keys)]
+    flat = [tensor.flatten(1) for tensor in (queries, keys, keys)]
     rotated = decoder_ops.rotate_torch(*flat, cos[:, 0], sin[:, 0], None)[:2]
     assert all(torch.equal(one, other[:, :, 0]) for one, other in zip(rotated, theirs, strict=True))

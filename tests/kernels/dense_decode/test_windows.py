@@ -116,7 +116,7 @@ def test_a_batch_of_windows_equals_the_reference_step_by_step(kind: str, dtype: 
         output = batch.attend_launched(0, NewTokens(queries, keys, values, scaling), scratch)
         for slot, (window, before, length) in enumerate(WINDOWS):
             seen = visible(window, before, length + step + 1)
-            of_slot = [its[:, seen.start : seen.stop] for its in caches[slot]]
+            of_slot = [cache[:, seen.start : seen.stop] for cache in caches[slot]]
             softmax = scaling if isinstance(scaling, Softmax) else Softmax(scaling=scaling)
             expected = softmax_decode(queries[slot], *of_slot, softmax=softmax)
             error = (output[slot].float() - expected).norm()
@@ -136,8 +136,8 @@ def test_the_torch_path_attends_to_the_same_windows() -> None:
         torch.testing.assert_close(
             batch.attend_launched(0, new, scratch), other.attend_slots(0, new, {}), rtol=1e-4, atol=1e-5
         )
-        for its in (batch, other):
-            its.advance(torch.ones(shape.num_slots, dtype=torch.int64))
+        for each in (batch, other):
+            each.advance(torch.ones(shape.num_slots, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("length", [30, 600])

@@ -69,7 +69,7 @@ def test_a_folder_that_others_may_change_or_replace_is_not_used(
     folder = tmp_path / "home" / native.CACHE
     folder.mkdir(parents=True, mode=0o700)
     (tmp_path / "links" / "home").symlink_to(tmp_path / "home")
-    changed = next(its for its in (folder, *folder.parents) if its.name == place)
+    changed = next(path for path in (folder, *folder.parents) if path.name == place)
     changed.chmod(mode)
     if owner:
         os.chown(changed, owner, -1)
@@ -96,7 +96,7 @@ def test_folders_that_are_made_are_for_this_user_alone(home: Path) -> None:
         assert native._folder() == home
     finally:
         os.umask(umask)
-    assert [its.stat().st_mode & 0o777 for its in (home, home.parent, home.parents[1])] == [0o700] * 3
+    assert [path.stat().st_mode & 0o777 for path in (home, home.parent, home.parents[1])] == [0o700] * 3
 
 
 @needs_compiler
@@ -177,8 +177,8 @@ def test_steps_of_a_batch_are_torch_s_and_write_its_rows(head_dim: int) -> None:
     assert batch.is_launched
     active = torch.tensor([1, 1, 0, 1, 1])
     for each, of_slot in ((batch, rows), (plain, plain_rows)):
-        for slot, its in enumerate(of_slot):
-            each.place(slot, {0: its})
+        for slot, cached in enumerate(of_slot):
+            each.place(slot, {0: cached})
     batch.show(active)
     scratch = batch.scratch(len(lengths))
     for number in range(3):
@@ -215,6 +215,30 @@ def test_large_scores_and_nan_stay_with_their_sequence() -> None:
 
 
 @needs_compiler
+def test_heads_of_several_threads_are_those_of_one() -> None:
+    lengths = [4001, 0, 3000, 1]
+    generator = torch.Generator().manual_seed(0)
+    outputs = []
+    for num_threads in (1, 2, 7):
+        arena = torch.zeros(len(lengths), 2, HEADS, max(lengths) + 1, 24)
+        arena[:, :, :, :-1] = torch.randn(arena[:, :, :, :-1].shape, generator=generator.manual_seed(0))
+        batch = DenseBatch(batch_shape(len(lengths), group_size=GROUP, head_dim=24), arena.view(-1))
+        for slot, length in enumerate(lengths):
+            rows = CachedRows(keys=arena[slot, 0], values=arena[slot, 1], length=length)
+            batch.place(slot, {0: rows})
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            output = batch.attend(0, step_of(4, 24, 0), errors={}, scratch=batch.scratch(4))
+        finally:
+            torch.set_num_threads(before)
+        outputs.append((output.clone(), arena))
+    for output, arena in outputs[1:]:
+        assert torch.equal(output, outputs[0][0])
+        assert torch.equal(arena, outputs[0][1])
+
+
+@needs_compiler
 def test_rows_outside_of_the_arena_are_an_error_and_torch_goes_on() -> None:
     batch, rows, arena = batch_of([5, 5], 16)
     for slot in range(2):
@@ -236,7 +260,7 @@ def test_rows_outside_of_the_arena_are_an_error_and_torch_goes_on() -> None:
 
 
 @needs_compiler
-def test_it_is_for_float32_and_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_for_float32() -> None:
     cpu = torch.device("cpu")
     assert dispatch.planned_path("dense_decode", cpu) == "native"
     with dispatch.torch_only():
@@ -246,8 +270,5 @@ def test_it_is_for_float32_and_for_few_threads(monkeypatch: pytest.MonkeyPatch) 
         assert dispatch.planned_path("dense_decode", cpu) == "torch"
     finally:
         dispatch.configure("auto", cpu)
-    monkeypatch.setattr(dispatch, "NATIVE_THREADS", 0)
-    assert dispatch.planned_path("dense_decode", cpu) == "torch"
-    monkeypatch.undo()
     half = replace(batch_shape(1, group_size=1, head_dim=16), dtype=torch.float16)
     assert not DenseBatch(half, torch.zeros(64, dtype=torch.float16)).is_launched

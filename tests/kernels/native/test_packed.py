@@ -36,7 +36,7 @@ class PackedSequences(Sequences):
         packed = [poison_padding(self.packed_layer(number)) for number in num_tokens]
         num_rows = 2 * HEADS * CAPACITY * head_dim
         # each slot: new rows, packed bytes, and NaN behind them
-        sizes = [num_rows + its.layout.size_bytes // 4 + 64 for its in packed]
+        sizes = [num_rows + prompt.layout.size_bytes // 4 + 64 for prompt in packed]
         self.arena = torch.full((sum(sizes),), torch.nan)
         self.rows: list[PackedRows] = []
         for of_slot, layer, length in zip(self.arena.split(sizes), packed, num_new, strict=True):
@@ -73,26 +73,26 @@ def test_steps_are_torch_s_and_write_its_rows(head_dim: int, group_size: int) ->
 )
 def test_any_lengths_and_widths(num_tokens: list[int], group_size: int, seed: int) -> None:
     num_new = [number % 4 for number in num_tokens]
-    its = PackedSequences(num_tokens, num_new, group_size=group_size, head_dim=32, seed=seed)
-    its.place()
-    step = its.step()
-    output, expected = its.attend(step), its.batch.attend_slots(0, step, errors={})
+    sequences = PackedSequences(num_tokens, num_new, group_size=group_size, head_dim=32, seed=seed)
+    sequences.place()
+    step = sequences.step()
+    output, expected = sequences.attend(step), sequences.batch.attend_slots(0, step, errors={})
     torch.testing.assert_close(output, expected, rtol=2e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("num_tokens", GROUP_BOUNDARIES)
 def test_each_group_has_scales_of_its_own(num_tokens: int) -> None:
-    its = PackedSequences([num_tokens], [1], group_size=3, head_dim=32)
-    packed = its.rows[0].packed
+    sequences = PackedSequences([num_tokens], [1], group_size=3, head_dim=32)
+    packed = sequences.rows[0].packed
     for head in packed.heads:
         sizes = 4.0 ** -torch.arange(len(head.key_scales))
         head.key_scales.mul_(sizes[:, None])
         head.key_minima.mul_(sizes[:, None])
-    its.place()
-    step = its.step()
-    output, expected = its.attend(step), its.batch.attend_slots(0, step, errors={})
+    sequences.place()
+    step = sequences.step()
+    output, expected = sequences.attend(step), sequences.batch.attend_slots(0, step, errors={})
     torch.testing.assert_close(output, expected, rtol=2e-5, atol=3e-6)
-    rows = its.rows[0]
+    rows = sequences.rows[0]
     keys, values = rows.keys[:, :2], rows.values[:, :2]
     whole = reference.trizone_decode(step.queries[0], packed, keys, values, scaling=32**-0.5)
     torch.testing.assert_close(output[0], whole, rtol=1e-4, atol=1e-5)
@@ -117,18 +117,18 @@ def test_a_neighbour_with_nan_changes_no_bit_and_none_that_left_does() -> None:
 
 @pytest.mark.parametrize("field", ["channels", "tokens", "offset", "key scales"])
 def test_regions_outside_of_the_arena_are_an_error_and_torch_goes_on(field: str) -> None:
-    its, plain = (PackedSequences([200, 40], [2, 2], group_size=2, head_dim=32) for _ in range(2))
-    its.place()
-    groups, coded = its.rows[0].packed.heads[1].key_scales.shape
+    mine, plain = (PackedSequences([200, 40], [2, 2], group_size=2, head_dim=32) for _ in range(2))
+    mine.place()
+    groups, coded = mine.rows[0].packed.heads[1].key_scales.shape
     assert groups > 1
     # the arena ends before the last group's
-    scales = its.arena.nbytes // 2 - (groups - 1) * coded
+    scales = mine.arena.nbytes // 2 - (groups - 1) * coded
     columns = {"channels": (1, 33), "tokens": (8, 1 << 40), "offset": (9, -8), "key scales": (11, scales)}
     column, value = columns[field]
-    its.batch._entries[0, 1, column] = value
-    assert_refused_and_torch_goes_on(its, plain)
+    mine.batch._entries[0, 1, column] = value
+    assert_refused_and_torch_goes_on(mine, plain)
 
 
 def test_other_head_dims_are_torch_s() -> None:
-    its = PackedSequences([40], [2], group_size=2, head_dim=48)
-    assert not its.batch.is_launched
+    sequences = PackedSequences([40], [2], group_size=2, head_dim=48)
+    assert not sequences.batch.is_launched

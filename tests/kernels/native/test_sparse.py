@@ -44,8 +44,8 @@ class SparseSequences(Sequences):
         self.arena = torch.full((len(lengths), 2 * room), torch.nan)
         flat, make = self.arena.view(-1), self._packed if is_packed else self._plain
         self.rows = [
-            make(its, length, slot)
-            for slot, (its, length) in enumerate(zip(self.arena, lengths, strict=True))
+            make(memory, length, slot)
+            for slot, (memory, length) in enumerate(zip(self.arena, lengths, strict=True))
         ]
         self.op = "packed_hsa" if is_packed else "hsa"
         codes = flat.view(torch.uint8)
@@ -131,11 +131,11 @@ def test_steps_are_torch_s_and_write_what_it_writes(is_packed: bool, head_dim: i
     seed=st.integers(0, 2**16),
 )
 def test_any_lengths(lengths: list[int], is_packed: bool, group_size: int, seed: int) -> None:
-    its = SparseSequences(lengths, is_packed=is_packed, group_size=group_size, seed=seed)
-    its.place()
-    step = its.step()
+    sequences = SparseSequences(lengths, is_packed=is_packed, group_size=group_size, seed=seed)
+    sequences.place()
+    step = sequences.step()
     errors: dict[int, Exception] = {}
-    output, expected = its.attend(step), its.batch.attend_slots(0, step, errors)
+    output, expected = sequences.attend(step), sequences.batch.attend_slots(0, step, errors)
     assert not errors
     torch.testing.assert_close(output, expected, rtol=3e-5, atol=5e-6)
 
@@ -143,16 +143,16 @@ def test_any_lengths(lengths: list[int], is_packed: bool, group_size: int, seed:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_of_equal_pages_the_first_are_taken(is_packed: bool) -> None:
     """All tokens are alike, so every score is the same."""
-    its = SparseSequences([200], is_packed=is_packed, group_size=2)
-    rows = its.rows[0]
+    sequences = SparseSequences([200], is_packed=is_packed, group_size=2)
+    rows = sequences.rows[0]
     if isinstance(rows, SparseRows):
         rows.keys[:, :200] = rows.keys[:, :1]
     else:
         rows.pages.highest.fill_(7)
         rows.pages.lowest.fill_(7)
-    its.place()
-    step = its.step()
-    output, expected = its.attend(step), its.batch.attend_slots(0, step, errors={})
+    sequences.place()
+    step = sequences.step()
+    output, expected = sequences.attend(step), sequences.batch.attend_slots(0, step, errors={})
     torch.testing.assert_close(output, expected, rtol=3e-5, atol=5e-6)
 
 
@@ -192,26 +192,26 @@ def test_a_neighbour_that_is_not_finite_changes_no_bit(is_packed: bool, spoilt: 
     [*((False, n) for n in (0, *range(2, 9))), *((True, n) for n in (0, *range(2, 11)))],
 )
 def test_tables_that_point_outside_are_an_error_and_torch_goes_on(is_packed: bool, column: int) -> None:
-    its, plain = (SparseSequences([90, 90], is_packed=is_packed, group_size=2) for _ in range(2))
-    its.place()
+    mine, plain = (SparseSequences([90, 90], is_packed=is_packed, group_size=2) for _ in range(2))
+    mine.place()
     # K, length, extremes, stride, P, k1, k2, ranges
-    its.batch._tables._table[0, -1, column] = -1 if column in (6, 8) else 1 << 40
-    assert_refused_and_torch_goes_on(its, plain)
+    mine.batch._tables._table[0, -1, column] = -1 if column in (6, 8) else 1 << 40
+    assert_refused_and_torch_goes_on(mine, plain)
 
 
 def test_layers_with_another_softmax_run_in_torch() -> None:
-    its, plain = (SparseSequences([90, 200], is_packed=False, group_size=2) for _ in range(2))
-    its.place()
+    mine, plain = (SparseSequences([90, 200], is_packed=False, group_size=2) for _ in range(2))
+    mine.place()
     plain.place()
     for _ in range(2):
-        step = its.step()._replace(scaling=Softmax(scaling=0.2, softcap=2.0, sinks=None))
-        output = its.batch.attend(0, step, errors={}, scratch=its.batch.scratch(2)).clone()
+        step = mine.step()._replace(scaling=Softmax(scaling=0.2, softcap=2.0, sinks=None))
+        output = mine.batch.attend(0, step, errors={}, scratch=mine.batch.scratch(2)).clone()
         expected = plain.batch.attend(0, step, errors={}, scratch=None)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
-        for batch in (its.batch, plain.batch):
+        for batch in (mine.batch, plain.batch):
             batch.advance(torch.ones(2, dtype=torch.int64))
 
 
 def test_heads_that_c_code_cannot_run_are_torch_s() -> None:
-    its = SparseSequences([40], is_packed=True, group_size=2, head_dim=48)
-    assert not its.batch.is_launched
+    sequences = SparseSequences([40], is_packed=True, group_size=2, head_dim=48)
+    assert not sequences.batch.is_launched

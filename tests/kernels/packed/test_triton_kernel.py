@@ -129,7 +129,7 @@ def test_a_layer_takes_the_beginning_of_its_bound() -> None:
     dispatch.configure("triton", CPU)
     try:
         packing = begin_packing(keys, values, *bits, bound=Bound(tokens=70, size_bytes=1 << 16))
-        packed = packing.finish([its.clone() for its in packing.tensors])
+        packed = packing.finish([tensor.clone() for tensor in packing.tensors])
     finally:
         dispatch.configure("auto", CPU)
     alone = pack_by("torch", keys, values, (bits[0], bits[1]))

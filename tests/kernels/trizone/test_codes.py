@@ -26,7 +26,7 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
     out = np.zeros_like(a)
     for i in range(8):
         if int(table[0]) >> i & 1:
-            chosen = [its if i >> shift & 1 else ~its for its, shift in ((a, 2), (b, 1), (c, 0))]
+            chosen = [operand if i >> shift & 1 else ~operand for operand, shift in ((a, 2), (b, 1), (c, 0))]
             out |= chosen[0] & chosen[1] & chosen[2]
     return out
 
@@ -48,8 +48,8 @@ def run(assembly: Any, words: Tensor) -> Tensor:
             continue
         target, *sources = re.split(r",\s*", rest)
         values = [
-            registers[its] if its in registers else np.full_like(registers["$1"], int(its, 0))
-            for its in sources
+            registers[source] if source in registers else np.full_like(registers["$1"], int(source, 0))
+            for source in sources
         ]
         registers[target] = _INSTRUCTIONS[name](*values)
     return torch.from_numpy(registers["$0"].view(np.int16).copy())

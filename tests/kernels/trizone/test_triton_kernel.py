@@ -103,7 +103,7 @@ def test_groups_of_any_length_have_scales_of_their_own(num_tokens: int) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
-    ("exponent", "spread"), [(0, 0), (-12, 0), (11, 0), (0, 10), (-4, 8)], ids=lambda its: str(its)
+    ("exponent", "spread"), [(0, 0), (-12, 0), (11, 0), (0, 10), (-4, 8)], ids=lambda value: str(value)
 )
 def test_scales_of_any_size_lose_no_more_than_float16_does(exponent: int, spread: int) -> None:
     """Keys times a power of two, and queries divided by it; and so for each channel, by another one."""

@@ -77,7 +77,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 def test_late_copies_take_the_bytes_of_their_own_payloads(late: LateDevice) -> None:
     copier = ArenaCopier(SIZE, torch.device("cuda"))
     payloads = [np.random.default_rng(i).integers(0, 256, SIZE - i, np.uint8) for i in range(7)]
-    arena = [torch.zeros(len(its), dtype=torch.uint8) for its in payloads]
+    arena = [torch.zeros(len(data), dtype=torch.uint8) for data in payloads]
     for payload, target in zip(payloads, arena, strict=True):
         memory = bytearray(payload)
         copier.load(memoryview(memory))
@@ -85,7 +85,7 @@ def test_late_copies_take_the_bytes_of_their_own_payloads(late: LateDevice) -> N
         for first in range(0, len(payload), 5):
             copier.copy(ArenaBytes(late, target[first : first + 5]), first)  # type: ignore[arg-type]
     late.run_until(len(late.queue))
-    assert [bytes(its.numpy()) for its in arena] == [its.tobytes() for its in payloads]
+    assert [bytes(tensor.numpy()) for tensor in arena] == [data.tobytes() for data in payloads]
 
 
 def test_a_payload_is_loaded_while_the_one_before_is_copied(late: LateDevice) -> None:

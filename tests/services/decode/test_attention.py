@@ -139,7 +139,7 @@ def fill_arena(plans):
                 caches.append(open_layer(fmt, regions, rows_of(fmt, generator)))
                 continue
             tensors = packed_prompt(generator)
-            packed = torch.cat([its for name, its in tensors.items() if name != "layout"])
+            packed = torch.cat([tensor for name, tensor in tensors.items() if name != "layout"])
             regions["packed"][: len(packed)] = packed
             caches.append(fmt.open(regions, tensors))
         sequences.append(tuple(caches))

@@ -104,7 +104,8 @@ def compressed(case):
 def make_state(state):
     generator = torch.Generator().manual_seed(9)
     return {
-        its.name: torch.randn(its.shape, generator=generator).to(TORCH_DTYPES[its.dtype]) for its in state
+        state_spec.name: torch.randn(state_spec.shape, generator=generator).to(TORCH_DTYPES[state_spec.dtype])
+        for state_spec in state
     }
 
 
@@ -118,7 +119,7 @@ class Transfer:
 
     def __init__(self, case):
         self.formats, layers = compressed(case)
-        self.layers = [{name: its.clone() for name, its in tensors.items()} for tensors in layers]
+        self.layers = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in layers]
         layout = sequence_layout(self.formats)
         self.buffer = torch.full((layout.size_bytes + SPARE_BYTES,), NOT_WRITTEN, dtype=torch.uint8)
         copier = ArenaCopier(1 << 14, self.buffer.device)
@@ -127,14 +128,16 @@ class Transfer:
 
     def header(self, layer):
         tensors = self.layers[layer].items()
-        return header_of(layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors])
+        return header_of(
+            layer, [NamedTensor(name=name, tensor=tensor, kind="rows") for name, tensor in tensors]
+        )
 
     def begin(self, header):
         self.cursor.pass_layer(self.cursor.sequence, header)
         self.writer.begin_layer(header)
 
     def block(self, layer, tensor, data, start, end, *, tensor_bytes=None):
-        sizes = [its.nbytes for its in self.layers[layer].values()]
+        sizes = [each.nbytes for each in self.layers[layer].values()]
         tensor_bytes = len(data) if tensor_bytes is None else tensor_bytes
         position = {"key": KEY, "layer": layer}
         in_layer = {
@@ -198,7 +201,7 @@ def test_layers_are_the_same_however_their_tensors_are_cut(case, cuts):
             received = cache.prompt
             assert list(received) == list(sent)
             assert all(torch.equal(received[name], sent[name]) for name in sent)
-            assert all(start <= its.data_ptr() < end for its in received.values() if its.numel())
+            assert all(start <= tensor.data_ptr() < end for tensor in received.values() if tensor.numel())
             assert all(rows.shape[1] == NEW_ROWS for rows in (cache.keys, cache.values))
             assert all(rows.isnan().all() for rows in (cache.keys, cache.values))
         if isinstance(cache, PackedCache):
@@ -390,7 +393,7 @@ def test_layers_out_of_order_are_refused(case):
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_out_of_order_or_beyond_their_tensor_are_refused(case):
     transfer = Transfer(case)
-    tensors = [to_bytes(its) for its in transfer.layers[0].values()]
+    tensors = [to_bytes(tensor) for tensor in transfer.layers[0].values()]
     first, second = tensors[0], tensors[1]
 
     def refused(reason, *args, **kwargs):

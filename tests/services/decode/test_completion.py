@@ -156,10 +156,10 @@ async def test_a_first_token_that_fails_ends_its_own_request_alone(harness, requ
     expected = await made.tokens(request_of(max_tokens=6))
     take = sequence.Sequence.take
 
-    def fail_one(its, token):
-        if its.request.request_id == "fails":
+    def fail_one(instance, token):
+        if instance.request.request_id == "fails":
             raise RuntimeError("a planted fault")
-        return take(its, token)
+        return take(instance, token)
 
     monkeypatch.setattr(sequence.Sequence, "take", fail_one)
     with pytest.raises(KvferryError, match="decoding the sequence failed: a planted fault"):

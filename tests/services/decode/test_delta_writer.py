@@ -40,7 +40,7 @@ class Receiver:
         )
 
     def begin(self, tensors):
-        named = [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors.items()]
+        named = [NamedTensor(name=name, tensor=tensor, kind="rows") for name, tensor in tensors.items()]
         self.writer.begin_layer(header_of(0, named))
 
     def blocks(self, tensors, size):
@@ -123,7 +123,7 @@ def test_rows_that_are_missing_are_found_at_the_end():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda sent: {name: its for name, its in sent.items() if name != "new_rows"},
+        lambda sent: {name: tensor for name, tensor in sent.items() if name != "new_rows"},
         lambda sent: {"index": torch.zeros(2, 5, dtype=torch.int32), **sent},
         lambda sent: {**sent, "keys": torch.zeros(2, 1, DIM)},
         lambda sent: {**sent, "values": torch.zeros(3, DIM)},

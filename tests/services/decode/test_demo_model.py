@@ -104,6 +104,6 @@ async def test_logprobs_beside_others_differ_from_those_alone_by_rounding_at_mos
     together = await made.together(requests)
     worst = 0.0
     for mine, theirs in zip(alone, together, strict=True):
-        assert [its.token_id for its in mine] == [its.token_id for its in theirs]
+        assert [token.token_id for token in mine] == [token.token_id for token in theirs]
         worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(mine, theirs, strict=True)))
     assert worst < 1e-4, worst

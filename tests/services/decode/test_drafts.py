@@ -113,32 +113,33 @@ async def test_an_end_that_does_not_fit_the_rows_is_refused(begin, request_of, c
 
 
 def without_rows(layer):
-    return {name: its for name, its in layer.items() if not name.startswith("draft_")}
+    return {name: tensor for name, tensor in layer.items() if not name.startswith("draft_")}
 
 
 def cut(layer):
-    return {name: its[:, :5] if name.startswith("draft_") else its for name, its in layer.items()}
+    return {name: tensor[:, :5] if name.startswith("draft_") else tensor for name, tensor in layer.items()}
 
 
 def poisoned(layer):
     return {
-        name: torch.full_like(its, torch.nan) if name == "draft_values" else its
-        for name, its in layer.items()
+        name: torch.full_like(tensor, torch.nan) if name == "draft_values" else tensor
+        for name, tensor in layer.items()
     }
 
 
 def longer(layer):
     return {
-        name: torch.cat([its, its], 1) if name.startswith("draft_") else its for name, its in layer.items()
+        name: torch.cat([tensor, tensor], 1) if name.startswith("draft_") else tensor
+        for name, tensor in layer.items()
     }
 
 
 def other_names(layer):
-    return {name.replace("draft_keys", "draft_rows"): its for name, its in layer.items()}
+    return {name.replace("draft_keys", "draft_rows"): tensor for name, tensor in layer.items()}
 
 
 def before_the_others(layer):
-    rows = {name: its for name, its in layer.items() if name.startswith("draft_")}
+    rows = {name: tensor for name, tensor in layer.items() if name.startswith("draft_")}
     return rows | without_rows(layer)
 
 
@@ -161,7 +162,9 @@ async def test_other_methods_take_no_draft(begin, request_of):
     request = drafting(request_of)
     drafted = PromptCache(SmallModel(), request)
     made, stream, transfer, cache = await begin(request_of(PROMPT, method="rdkv", tokens=12))
-    cache.layers[0] |= {name: its for name, its in drafted.layers[0].items() if name.startswith("draft_")}
+    cache.layers[0] |= {
+        name: tensor for name, tensor in drafted.layers[0].items() if name.startswith("draft_")
+    }
     made.shipper.offer(transfer, cache)
     with pytest.raises(TransferFailed):
         transfer.wait(20)

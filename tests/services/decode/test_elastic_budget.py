@@ -79,7 +79,7 @@ async def test_a_waiting_request_takes_the_largest_budget_that_becomes_free(harn
     ],
 )
 def test_budgets_are_halved_down_to_the_floor(budget, smaller):
-    assert [its.tokens for its in budget.smaller()] == smaller
+    assert [candidate.tokens for candidate in budget.smaller()] == smaller
 
 
 @pytest.mark.parametrize(

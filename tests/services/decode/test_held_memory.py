@@ -15,7 +15,7 @@ async def test_a_packed_sequence_counts_its_packed_bytes_and_its_new_rows(
     _, events = await made.run(request)
     layers = PromptCache(made.shipper.model, request).layers
     # all that travels but the packed layers' layout
-    packed = [its.nbytes for layer in layers for name, its in layer.items() if name != "layout"]
+    packed = [tensor.nbytes for layer in layers for name, tensor in layer.items() if name != "layout"]
     rows = 2 * 2 * 5 * 2 * 8 * 4  # layers, K and V, rows, heads, head_dim, bytes
     assert events[-1].cache_bytes == sum(packed) + rows
     stream, ticket = await ticket_of(made.service, request)
@@ -36,7 +36,7 @@ async def test_a_cache_that_evicts_stays_at_its_size_over_a_thousand_tokens(
         caches = made.service._engine._running[0].caches
         held.append([t.shape for c in caches for t in c.regions.values()])
         rows = [c.regions[name][:, :-1] for c in caches for name in ("keys", "values")]
-        assert all(its.isfinite().all() for its in rows)
+        assert all(tensor.isfinite().all() for tensor in rows)
 
     made.model.before_step = look
     _, events = await made.run(request, timeout_s=240)

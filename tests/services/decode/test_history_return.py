@@ -164,7 +164,7 @@ async def test_generated_rows_return_to_prefill_as_the_model_made_them(
     assert (sink.manifest.purpose, sink.manifest.start, sink.manifest.num_tokens) == ("history", 100, 5)
     assert sink.manifest.num_layers == len(sink.headers) == 2
     assert (sink.manifest.layer_rows, sink.manifest.plan_digest) == ((), "")
-    rows = tuple(TensorHeader(name=its, dtype="float32", shape=(2, 5, 8)) for its in ("keys", "values"))
+    rows = tuple(TensorHeader(name=kind, dtype="float32", shape=(2, 5, 8)) for kind in ("keys", "values"))
     assert all(header.tensors == rows for header in sink.headers)
     assert sink.end.first_token is None
     for layer, (keys, values) in session.layers.items():
@@ -187,7 +187,7 @@ def in_torch():
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("in_torch")
 @pytest.mark.parametrize("max_tokens", [33, 34, 66])
-@pytest.mark.parametrize("rebudgeted", REBUDGETED, ids=lambda its: its["method"])
+@pytest.mark.parametrize("rebudgeted", REBUDGETED, ids=lambda options: options["method"])
 async def test_rows_of_packed_and_dropped_tokens_return_to_prefill_as_the_model_made_them(
     harness, request_of, small_model, rebudgeted, max_tokens
 ):

@@ -105,7 +105,7 @@ async def test_a_sequence_on_the_host_can_be_ended(
         waits.set()
         _, events = await second
         assert isinstance(events[-1], HistoryReturned)
-        finished = next(its for its in events if isinstance(its, GenerationFinished))
+        finished = next(event for event in events if isinstance(event, GenerationFinished))
         assert finished.finish_reason == "length"
         assert finished.num_tokens < 400
     token, events = await first
@@ -131,7 +131,7 @@ async def test_sequences_are_moved_together_when_no_free_range_is_large_enough(
         tasks.append(asyncio.create_task(made.tokens(request)))
         while len(made.service._reservations.all()) < len(tasks):
             await asyncio.sleep(0.01)
-    while any(its.committed_s is None for its in made.service._reservations.all()):
+    while any(reservation.committed_s is None for reservation in made.service._reservations.all()):
         await asyncio.sleep(0.01)
     middle = made.service._reservations.all()[1]
     assert (middle.request.request_id, middle.allocation.offset) == ("b", 133 * 256)

@@ -57,8 +57,8 @@ async def rest(stream):
 
 
 def tokens_of(cache, events):
-    its = (event.token for event in events if isinstance(event, TokenGenerated))
-    return [*cache.drawn, *its]
+    generated = (event.token for event in events if isinstance(event, TokenGenerated))
+    return [*cache.drawn, *generated]
 
 
 @pytest.mark.parametrize("method", ["full", "rocketkv", "rdkv", "rdkv-draft", "compactor"])
@@ -82,7 +82,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
         await asyncio.to_thread(made.shipper.send, transfer, cache)
         transfer.finish(end(cache, 0))
         await asyncio.to_thread(transfer.wait, 20)
-        own, other = (its.bytes_by_kind for its in transfer._parts)
+        own, other = (part.bytes_by_kind for part in transfer._parts)
         assert hub.num_bytes == sum(own.values())
         tokens = tokens_of(cache, await rest(stream))
     sent = {kind: own[kind] + other[kind] for kind in own if kind != "manifest"}
@@ -90,7 +90,7 @@ async def test_each_rank_receives_its_heads_and_together_they_receive_what_one_r
     if method == "full":
         assert sent["rows"] == 150 * one.spec.kv_token_bytes
         assert own["rows"] == other["rows"]
-    assert same_or_tied([its.token_id for its in tokens], expected) > 0
+    assert same_or_tied([token.token_id for token in tokens], expected) > 0
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -138,7 +138,7 @@ async def test_a_part_that_fails_ends_the_request_and_the_other_part_at_once(one
 
 async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_in_every_rank(one, several):
     cancelled, request = request_for(one, 0, prompt=range(3, 49)), request_for(one, 1)
-    caches = [PromptCache(one, its) for its in (cancelled, request)]
+    caches = [PromptCache(one, each) for each in (cancelled, request)]
     async with started(one, one) as made:
         _, events = await made.run(request)
         expected = tokens_of(caches[1], events)
@@ -165,7 +165,7 @@ async def test_a_request_cancelled_in_mid_transfer_frees_its_range_for_the_next_
         late = made.shipper.open(dataclasses.replace(cancelled, request_id="late"), old_ticket)
         with pytest.raises(LeaseExpired):
             late.wait(20)
-    assert same_or_tied([its.token_id for its in tokens], expected) > 0
+    assert same_or_tied([token.token_id for token in tokens], expected) > 0
 
 
 async def test_blocks_that_are_late_at_another_rank_count_as_those_of_the_first(one, several):
@@ -245,11 +245,11 @@ async def test_with_certs_every_rank_takes_blocks_of_prefill_and_of_nobody_else(
                 sender.open(at_rank_1, manifest, timeout_s=1.5).wait(1.5)
 
         tries = ((None, ""), (strangers, "prefill"), (ours, "decode"))
-        await asyncio.gather(*(asyncio.to_thread(try_to_send, *its) for its in tries))
+        await asyncio.gather(*(asyncio.to_thread(try_to_send, *attempt) for attempt in tries))
         made.shipper.sender = stack.enter_context(contextlib.closing(sender_of(ours)))
         transfer = made.shipper.open(request, ticket, measured=cache.measured)
         await asyncio.to_thread(made.shipper.send, transfer, cache)
         transfer.finish(end(cache, 0))
         tokens = tokens_of(cache, await rest(stream))
-        assert same_or_tied([its.token_id for its in tokens], oracle) > 0
+        assert same_or_tied([token.token_id for token in tokens], oracle) > 0
         assert made.value("receive_failed_total") == made.value("late_blocks_total") == 0

@@ -172,7 +172,7 @@ async def test_a_grammar_that_allows_nothing_fails_its_own_sequence_and_no_kerne
     made = await harness()
     with monkeypatch.context() as dead_end:
         error = KvferryError("the grammar allows no token at token 1", reason="grammar_dead_end")
-        dead_end.setattr(sampler.SequenceSampler, "refusal", lambda its: error)
+        dead_end.setattr(sampler.SequenceSampler, "refusal", lambda sequence_sampler: error)
         draw = sampler.BatchSampler.sample
         dead_end.setattr(
             sampler.BatchSampler,

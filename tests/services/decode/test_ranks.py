@@ -49,8 +49,8 @@ def request_for(model, number, **kwargs):
 async def answer(made, request):
     """The sampled tokens, and what the end says."""
     first, events = await made.run(request)
-    finished = next(its for its in events if isinstance(its, GenerationFinished))
-    return [first, *(its.token for its in events if isinstance(its, TokenGenerated))], finished
+    finished = next(event for event in events if isinstance(event, GenerationFinished))
+    return [first, *(event.token for event in events if isinstance(event, TokenGenerated))], finished
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
         assert (made.value("decode_preempted_total") > 0) == (arena_bytes == 1_000_000)
     num_same = 0
     for case, (tokens, finished), (of_one, expected_finish) in zip(cases, answers, expected, strict=True):
-        num_same += same_or_tied([its.token_id for its in tokens], of_one)
+        num_same += same_or_tied([token.token_id for token in tokens], of_one)
         # what a segment of generated tokens takes packed depends on its heads
         packs_segments = case.get("method") == "rdkv" and "rebudget_tokens" in case.get("overrides", {})
         tolerance = 0.1 if packs_segments else 0
@@ -101,7 +101,7 @@ async def test_siblings_have_the_prompt_of_every_rank(one, several):
             request = dataclasses.replace(alone(number), shares=start)
             events = [event async for event in made.service.generate(request, timeout_s=60)]
             assert isinstance(events[0], TicketIssued)
-            return [token, *(its.token for its in events if isinstance(its, TokenGenerated))], events[-1]
+            return [token, *(each.token for each in events if isinstance(each, TokenGenerated))], events[-1]
 
         stream = made.service.generate(first, timeout_s=60)
         async with contextlib.aclosing(stream):
@@ -111,9 +111,12 @@ async def test_siblings_have_the_prompt_of_every_rank(one, several):
             answers = [await shared(number) for number in (1, 2)]
     for (tokens, finished), (of_one, expected_finish) in zip(answers, expected, strict=True):
         # drawn by the same numbers from nearly the same distributions
-        assert [its.token_id for its in tokens] == [its.token_id for its in of_one]
+        assert [sampled.token_id for sampled in tokens] == [sampled.token_id for sampled in of_one]
         torch.testing.assert_close(
-            [its.logprob for its in tokens], [its.logprob for its in of_one], rtol=1e-3, atol=1e-3
+            [sampled.logprob for sampled in tokens],
+            [sampled.logprob for sampled in of_one],
+            rtol=1e-3,
+            atol=1e-3,
         )
         assert finished.cache_bytes == expected_finish.cache_bytes
 
@@ -156,14 +159,16 @@ async def test_other_ranks_have_the_workers_own_tables(one, several, tmp_path):
     )
     install_tables(str(tmp_path))
     try:
-        several.prepare("decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path))
+        several.prepare(
+            "decode", kernels="auto", self_test=True, epsilon_tables=str(tmp_path), calibration=""
+        )
         async with started(one, one) as made:
             expected, _ = await answer(made, request)
         async with started(several, one) as made:
             tokens, _ = await answer(made, request)
     finally:
         install_tables("")
-    assert same_or_tied([its.token_id for its in tokens], expected) > 20
+    assert same_or_tied([token.token_id for token in tokens], expected) > 20
 
 
 async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several):
@@ -180,7 +185,7 @@ async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several)
             await anext(stream)
         await stream.aclose()
         tokens, _ = await other
-    assert same_or_tied([its.token_id for its in tokens], expected) > 0
+    assert same_or_tied([token.token_id for token in tokens], expected) > 0
 
 
 def test_the_shadow_check_is_refused_with_ranks():

@@ -130,10 +130,10 @@ async def test_an_index_that_does_not_ascend_fails_both_sides(begin, request_of)
         ("full", lambda tensors: {"index": torch.zeros(2, 100, dtype=torch.int32), **tensors}),
         ("full", lambda tensors: {"values": tensors["values"], "keys": tensors["keys"]}),
         ("full", lambda tensors: tensors | {"keys": tensors["keys"].bfloat16()}),
-        ("full", lambda tensors: {name: its[:, 1:].contiguous() for name, its in tensors.items()}),
-        ("snapkv", lambda tensors: {name: its for name, its in tensors.items() if name != "index"}),
-        ("h2o", lambda tensors: {name: its for name, its in tensors.items() if name != "state"}),
-        ("rdkv", lambda tensors: {name: its for name, its in tensors.items() if name != "layout"}),
+        ("full", lambda tensors: {name: tensor[:, 1:].contiguous() for name, tensor in tensors.items()}),
+        ("snapkv", lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "index"}),
+        ("h2o", lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "state"}),
+        ("rdkv", lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "layout"}),
         ("rdkv", lambda tensors: tensors | {"codes": torch.zeros(1 << 20, dtype=torch.uint8)}),
         ("snapkv-kivi", lambda tensors: tensors | {"codes": tensors["codes"][:, :-1].contiguous()}),
     ],
@@ -148,7 +148,7 @@ async def test_a_layer_of_other_tensors_than_its_formats_fails_both_sides(begin,
     kinds, tensors = {"index": "index"} | dict(cache.formats[0].kinds), change(cache.layers[0])
     with contextlib.suppress(TransferFailed):  # at once, where the refusal comes early
         transfer.send_layer(
-            0, [NamedTensor(name=name, tensor=its, kind=kinds[name]) for name, its in tensors.items()]
+            0, [NamedTensor(name=name, tensor=tensor, kind=kinds[name]) for name, tensor in tensors.items()]
         )
     match = "layer 0: its tensors are"
     await assert_both_fail(made, stream, transfer.wait, TransferFailed, match, "layer_header")

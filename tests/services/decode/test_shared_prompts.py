@@ -16,7 +16,10 @@ from kvferry.shared.errors import CapacityExceeded, InvalidRequest, LeaseExpired
 
 DRAWN = {"temperature": 1.0, "logprobs": 2}
 OF_EACH_METHOD = list(
-    {(its.get("method"), "rebudget_tokens" in its.get("overrides", {})): its for its in MIXED}.values()
+    {
+        (options.get("method"), "rebudget_tokens" in options.get("overrides", {})): options
+        for options in MIXED
+    }.values()
 )
 
 
@@ -41,12 +44,12 @@ async def drawn(service, request):
     events = [event async for event in service.generate(request, timeout_s=30)]
     assert isinstance(events[0], TicketIssued)
     assert isinstance(events[-1], GenerationFinished)
-    return [request.shares.first_token, *(its.token for its in events if isinstance(its, TokenGenerated))]
+    return [request.shares.first_token, *(each.token for each in events if isinstance(each, TokenGenerated))]
 
 
 async def alone(made, request):
     first, events = await made.run(request)
-    return [first, *(its.token for its in events if isinstance(its, TokenGenerated))]
+    return [first, *(event.token for event in events if isinstance(event, TokenGenerated))]
 
 
 @contextlib.asynccontextmanager
@@ -59,13 +62,13 @@ async def arrived(made, request, ticket_of):
         yield stream
 
 
-@pytest.mark.parametrize("kwargs", OF_EACH_METHOD, ids=lambda its: its.get("method", "full"))
+@pytest.mark.parametrize("kwargs", OF_EACH_METHOD, ids=lambda options: options.get("method", "full"))
 async def test_siblings_say_what_each_would_have_said_alone(harness, request_of, ticket_of, kwargs):
     made = await harness()
     request = request_of(**{**kwargs, **DRAWN})
     # who has siblings drafts greedily, and for all of them
     expected = [await alone(made, leading(with_seed(request, number), 1)) for number in range(3)]
-    assert len({tuple(its.token_id for its in tokens) for tokens in expected}) > 1
+    assert len({tuple(token.token_id for token in tokens) for tokens in expected}) > 1
     first = leading(request, 2)
     stream, ticket = await ticket_of(made.service, first)
     async with contextlib.aclosing(stream):
@@ -73,7 +76,7 @@ async def test_siblings_say_what_each_would_have_said_alone(harness, request_of,
         await anext(stream)
         others = [drawn(made.service, sharing(request, number, first)) for number in (1, 2)]
         others = await asyncio.gather(*others)
-        tokens += [its.token async for its in stream if isinstance(its, TokenGenerated)]
+        tokens += [event.token async for event in stream if isinstance(event, TokenGenerated)]
     assert [tokens, *others] == expected
     assert await made.arena_is_free()
 
@@ -89,7 +92,7 @@ async def test_a_sibling_outlives_the_first_and_a_cancelled_one_harms_nobody(har
         last = made.service.generate(sharing(request, 2, first), timeout_s=30)
         await anext(last)
         await given_up.aclose()
-    tokens = [its.token async for its in last if isinstance(its, TokenGenerated)]
+    tokens = [event.token async for event in last if isinstance(event, TokenGenerated)]
     assert tokens == expected[1:]
     assert await made.arena_is_free()
 
@@ -102,9 +105,9 @@ async def test_a_sibling_without_room_is_refused_and_leaves_nothing(harness, req
     first = leading(request, 3)
     async with arrived(made, first, ticket_of) as stream:
         requests = [sharing(request, number, first) for number in (1, 2, 3)]
-        others = [made.service.generate(its, timeout_s=30) for its in requests]
+        others = [made.service.generate(sibling, timeout_s=30) for sibling in requests]
         tickets = await asyncio.gather(*map(anext, others), return_exceptions=True)
-        assert any(isinstance(its, CapacityExceeded) for its in tickets), tickets
+        assert any(isinstance(outcome, CapacityExceeded) for outcome in tickets), tickets
         refused.set()
         for other in others:
             await other.aclose()
@@ -157,7 +160,7 @@ async def test_a_prompt_is_forgotten_with_its_request_or_its_lease(harness, requ
         ({"index": 1}, TransferFailed),
         ({"token_id": 50}, TransferFailed),
     ],
-    ids=lambda its: next(iter(its)) if isinstance(its, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 async def test_a_request_that_does_not_fit_the_prompt_is_refused(
     harness, request_of, ticket_of, change, error

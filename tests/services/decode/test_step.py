@@ -139,7 +139,7 @@ def runner_of_dense(model, request_of, device, *, max_batch_size=4):
     layout = sequence_layout([cache.format for cache in given.caches])
     buffer = torch.zeros(layout.size_bytes, dtype=torch.uint8)
     rows = [{name: cache.regions[name][:, :60] for name in ("keys", "values")} for cache in given.caches]
-    caches = tuple(its.place(buffer, tensors) for its, tensors in zip(layout.layers, rows, strict=True))
+    caches = tuple(layer.place(buffer, tensors) for layer, tensors in zip(layout.layers, rows, strict=True))
     runner = StepRunner(model, device, max_batch_size=max_batch_size, warn=pytest.fail)
     return runner, replace(given, caches=caches)
 
@@ -237,7 +237,7 @@ def test_steps_of_every_size_and_way_of_sampling_stay_captured(small_model, requ
     runner, first = runner_of_dense(model, request_of, device, max_batch_size=32)
     ways = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 20}, {"repetition_penalty": 1.5}]
     params = [SamplingParams(max_tokens=8, **{"temperature": 0.8, **way}) for way in ways]
-    samplers = [SequenceSampler(its, (5, 6), model.spec.vocab_size) for its in params]
+    samplers = [SequenceSampler(sampling, (5, 6), model.spec.vocab_size) for sampling in params]
     givens = [replace(first, sampler=sampler) for sampler in samplers]
     sizes = [1, 2, 4, 8, 16, 32]
     for _ in range(2):
@@ -321,17 +321,17 @@ def test_the_steps_used_last_stay_and_share_their_attention(monkeypatch, small_m
     drawn = replace(given, sampler=SequenceSampler(SamplingParams(max_tokens=8, temperature=1.0), (5,), 50))
 
     def captures_of(*givens):
-        before, slots = device.num_captures, [runner.join(its) for its in givens]
+        before, slots = device.num_captures, [runner.join(each) for each in givens]
         runner.launch().wait(60)
         for slot in reversed(slots):
             runner.leave(slot)
         return device.num_captures - before
 
-    assert [captures_of(its) for its in (given, drawn, given, drawn)] == [1, 1, 0, 0]
+    assert [captures_of(each) for each in (given, drawn, given, drawn)] == [1, 1, 0, 0]
     greedy_one, drawn_one = runner._steps.values()
     assert greedy_one.attention is drawn_one.attention
     assert captures_of(given, given) == 1, "the greedy step of one sequence gave way"
-    assert [captures_of(its) for its in (drawn, given)] == [0, 1]
+    assert [captures_of(each) for each in (drawn, given)] == [0, 1]
     assert len(runner._steps) == 2
 
 

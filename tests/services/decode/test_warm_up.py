@@ -116,9 +116,9 @@ async def test_kinds_without_a_kernel_take_one_step_and_the_log_says_where_the_t
     with structlog.testing.capture_logs() as logs:
         made = await harness(warm_up=True, max_batch_size=2)
         await until_ready(made)
-    assert [its for its in launched if its[0] == "eager"] == [("eager", "evict", 1)]
+    assert [record for record in launched if record[0] == "eager"] == [("eager", "evict", 1)]
     # quest's first layers are dense, and this model has no others
-    assert sorted(its for its in launched if its[0] == "graph") == sorted(
+    assert sorted(record for record in launched if record[0] == "graph") == sorted(
         [("graph", "", 1), ("graph", "", 2)] * 4
     )
     (entry,) = [entry for entry in logs if entry["event"] == "warmed up"]

@@ -38,7 +38,7 @@ async def test_every_layer_is_batched_and_steps_are_captured(
         settings["layer_types"] = settings["layer_types"][:2]
     folder = replace(FAMILIES[family], settings=settings).save(tmp_path)
     model = load_model(folder, name="tiny", device="cpu", max_model_len=256)
-    assert any(its.window for its in model.spec.layers)
+    assert any(layer.window for layer in model.spec.layers)
     made = await harness(model=model, prefill_model=model, max_batch_size=2, arena_bytes=1 << 21)
     changes = {"tokens": 20} if method != "full" else {}
     requests = [
@@ -57,7 +57,7 @@ async def test_every_layer_is_batched_and_steps_are_captured(
             expected = oracle.generate(
                 list(request.prompt_token_ids), plan=request.plan, sampling=request.sampling
             )
-            assert found == [its.token_id for its in expected]
+            assert found == [token.token_id for token in expected]
     assert made.value("decode_steps_total", path="graph") > 0
     new_shape = made.value("decode_steps_total", path="eager", reason="new_shape")
     assert made.value("decode_steps_total", path="eager") == new_shape

@@ -49,7 +49,7 @@ async def test_a_sequence_joins_behind_its_blocks_and_again_behind_a_move(
     max_tokens = GROWTH_TOKENS + 20
     assert len(await made.tokens(request_of(max_tokens=max_tokens, ignore_eos=True))) == max_tokens
     (_, blocks), *moves = device.followed[1:]
-    assert device.followed[1:] == [("sequence", blocks), *(("memory", its) for _, its in moves)]
+    assert device.followed[1:] == [("sequence", blocks), *(("memory", number) for _, number in moves)]
     assert moves, "its answer outgrew its room"
     assert moves == sorted(moves)
 

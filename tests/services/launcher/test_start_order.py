@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -15,10 +16,14 @@ from kvferry.services.launcher.processes import ProcessStack
 
 
 class Services:
-    """Stand-ins for processes. Attributes: started: roles in their order; listen: an event for each."""
+    """Stand-ins for processes.
+
+    Attributes: started: roles in their order; listen: an event for each; timeouts_s: that they were given.
+    """
 
     def __init__(self) -> None:
         self.started: list[str] = []
+        self.timeouts_s: list[float] = []
         self.listen = {role: asyncio.Event() for role in ("prefill", "decode", "router")}
 
     def make(self, role: str, **_: Any) -> Service:
@@ -41,6 +46,7 @@ class Service:
 
     async def start(self, timeout_s: float) -> dict[str, str]:
         self._services.started.append(self.role)
+        self._services.timeouts_s.append(timeout_s)
         await self._services.listen[self.role].wait()
         return self.addresses
 
@@ -55,12 +61,14 @@ class Service:
 
 
 @asynccontextmanager
-async def starting(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool) -> AsyncIterator[Services]:
+async def starting(
+    monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, calibrates: bool = False
+) -> AsyncIterator[Services]:
     """A stack that is starting, on a machine with or without a GPU."""
     services = Services()
     monkeypatch.setattr(processes, "ServiceProcess", services.make)
     monkeypatch.setattr(processes, "may_use_gpu", lambda device: has_gpu)
-    stack = ProcessStack(ServeConfig())
+    stack = ProcessStack(ServeConfig(calibrate=calibrates, start_timeout_s=9.0))
     task = asyncio.create_task(stack.start())
     try:
         await services.until_idle()
@@ -97,3 +105,16 @@ async def test_without_a_gpu_both_workers_start_at_once(monkeypatch: pytest.Monk
         await services.until_idle()
         assert services.started[2:] == ["router"]
         services.listen["router"].set()
+        assert services.timeouts_s == [9.0] * 3
+
+
+async def test_decode_waits_for_the_table_that_prefill_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with starting(monkeypatch, has_gpu=False, calibrates=True) as services:
+        assert services.started == ["prefill"]
+        services.listen["prefill"].set()
+        await services.until_idle()
+        assert services.started == ["prefill", "decode"]
+        services.listen["decode"].set()
+        services.listen["router"].set()
+        await services.until_idle()
+        assert services.timeouts_s == [math.inf] * 3

@@ -256,10 +256,12 @@ async def test_in_a_full_queue_the_key_that_has_most_of_it_gives_way(harness: Ha
     harness.model.hold.set()
     ended = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
     await running
-    refused = {name: its for name, its in ended.items() if isinstance(its, BaseException)}
+    refused = {name: outcome for name, outcome in ended.items() if isinstance(outcome, BaseException)}
     # b's second would have as many as a, and a's fourth more.
     assert refused.keys() == {"a3", "b2", "a4"}
-    assert {its.reason for its in refused.values() if isinstance(its, CapacityExceeded)} == {"queue_full"}
+    assert {error.reason for error in refused.values() if isinstance(error, CapacityExceeded)} == {
+        "queue_full"
+    }
 
 
 @pytest.mark.parametrize(

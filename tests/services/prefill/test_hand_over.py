@@ -115,12 +115,12 @@ async def test_the_engines_thread_neither_sends_nor_stages_nor_joins_history(
     first = harness.request(prompt[:50], session=SESSION)
     await harness.run(first)
     await harness.commit(first)
-    assert [len(its) for its in handed] == [num_layers] * 2
+    assert [len(thread_names) for thread_names in handed] == [num_layers] * 2
     token, _ = await harness.run(harness.request(prompt, session=SESSION))
     assert token.reused_tokens == 50
-    for its in handed:
-        assert len(its) == 2 * num_layers
-        assert {name.rpartition("_")[0] for name in its} == {"kvferry-prefill-hand-over"}
+    for thread_names in handed:
+        assert len(thread_names) == 2 * num_layers
+        assert {name.rpartition("_")[0] for name in thread_names} == {"kvferry-prefill-hand-over"}
     assert len(joined) == num_layers
     assert {name.rpartition("_")[0] for name in joined} == {"kvferry-history-memory"}
 

@@ -73,7 +73,7 @@ def log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list
 async def test_layers_leave_one_behind_and_in_order(log: list[str], harness: Harness) -> None:
     num_layers = harness.model.spec.num_layers
     await harness.run(harness.request(make_prompt(30)))
-    starts, waits = ([its for its in log if its.startswith(kind)] for kind in ("start", "wait"))
+    starts, waits = ([entry for entry in log if entry.startswith(kind)] for kind in ("start", "wait"))
     assert starts == [f"start {layer}" for layer in range(num_layers)]
     assert waits == [f"wait {layer}" for layer in range(num_layers)]
     # one layer is handed over while the next is computed, and no time is asked for before the end

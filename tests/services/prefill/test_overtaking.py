@@ -92,7 +92,7 @@ async def test_a_short_prompt_overtakes_a_long_one_and_both_are_the_oracles(
     await asyncio.gather(*overtaking.tasks)
     num_layers = harness.model.spec.num_layers
     # a draft's tokens or the prompt's repetition, if there is one, come after the prompt
-    assert [its for its in overtaking.layers if its[0] in (LONG, SHORT)] == [
+    assert [record for record in overtaking.layers if record[0] in (LONG, SHORT)] == [
         (LONG, 0), (LONG, 1),
         *((SHORT, layer) for layer in range(num_layers)),
         *((LONG, layer) for layer in range(2, num_layers)),

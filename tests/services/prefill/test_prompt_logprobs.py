@@ -31,12 +31,12 @@ async def test_they_are_transformers_own_whatever_the_method_selects(
     reported = first.prompt_logprobs
     assert [(token.index, token.token_id) for token in reported] == list(enumerate(prompt))[1:]
     for token in reported:
-        its = expected[token.index - 1]
-        assert token.logprob == pytest.approx(float(its[token.token_id]), abs=1e-3)
+        logprobs = expected[token.index - 1]
+        assert token.logprob == pytest.approx(float(logprobs[token.token_id]), abs=1e-3)
         values = [value for _, value in token.top_logprobs]
-        assert values == pytest.approx(its.topk(2).values.tolist(), abs=1e-3)
+        assert values == pytest.approx(logprobs.topk(2).values.tolist(), abs=1e-3)
         for token_id, value in token.top_logprobs:
-            assert value == pytest.approx(float(its[token_id]), abs=1e-3)
+            assert value == pytest.approx(float(logprobs[token_id]), abs=1e-3)
     if num_tokens > 1:
         assert expected.std() > 0.2
 

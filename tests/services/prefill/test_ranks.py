@@ -85,7 +85,7 @@ class Worker(Harness):
 
     def to_ranks(self, **options: Any) -> PrefillRequest:
         request = self.request(PROMPT, **options)
-        endpoint, *others = (its.server.endpoint for its in self.ranks)
+        endpoint, *others = (rank.server.endpoint for rank in self.ranks)
         ticket = dataclasses.replace(request.ticket, endpoint=endpoint, part_endpoints=tuple(others))
         return dataclasses.replace(request, ticket=ticket)
 
@@ -130,8 +130,8 @@ async def started(
         yield made
     finally:
         await service.close()
-        for its in ranks:
-            its.server.close()
+        for rank in ranks:
+            rank.server.close()
 
 
 def key_of(request: PrefillRequest, first_head: int = 0) -> TransferKey:
@@ -167,14 +167,14 @@ async def test_what_the_first_rank_sends_and_gets_is_its_own_heads_alone(
         monkeypatch.setattr(made.service._ranks.sender._channel, "send", counted_send)
         first, done = await made.run(request)
     keys = [key_of(request), key_of(request, 1)]
-    sinks = [its.sink for its in made.ranks]
-    arrived = sum((its.num_bytes for its in made.ranks), Counter[TransferKey]())
+    sinks = [rank.sink for rank in made.ranks]
+    arrived = sum((rank.num_bytes for rank in made.ranks), Counter[TransferKey]())
     assert own_bytes == arrived[keys[0]]
     assert sum(done.bytes_by_kind.values()) == arrived[keys[0]] + arrived[keys[1]]
     assert arrived[keys[0]] == pytest.approx(arrived[keys[1]], rel=0.2)
     assert gathered == []
     for key, sink in zip(keys, sinks, strict=True):
-        (manifest,) = (its for its in sink.manifests if its.key == key)
+        (manifest,) = (candidate for candidate in sink.manifests if candidate.key == key)
         assert manifest.num_kv_heads == 1
         assert len(sink.layers[key]) == several.spec.num_layers
     assert [sink.ends[key].first_token for key, sink in zip(keys, sinks, strict=True)] == [first.token, None]
@@ -220,11 +220,11 @@ async def test_a_prompt_that_is_run_again_ships_every_layer_once_in_every_rank(
         )
         await made.run(request)
         assert layers[:3] == [0, 1, 2]
-        for head, its in enumerate(made.ranks):
+        for head, rank in enumerate(made.ranks):
             key = key_of(request, head)
-            rows = [its.sink.rows(key, layer, "keys").shape[:2] for layer in range(several.spec.num_layers)]
+            rows = [rank.sink.rows(key, layer, "keys").shape[:2] for layer in range(several.spec.num_layers)]
             assert rows == [(1, len(longer))] * several.spec.num_layers
-            assert key in its.sink.ends
+            assert key in rank.sink.ends
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -255,10 +255,10 @@ async def test_a_request_given_up_in_mid_transfer_ends_in_every_rank_and_the_nex
 
         def give_up(layer: int, keys: Tensor) -> None:
             if layer == 2:
-                until(lambda: all(its.sink.manifests for its in made.ranks))  # or there is nothing to end
+                until(lambda: all(rank.sink.manifests for rank in made.ranks))  # or there is nothing to end
                 loop.call_soon_threadsafe(task.cancel)
                 until(
-                    lambda: all(its.sink.aborted for its in made.ranks),
+                    lambda: all(rank.sink.aborted for rank in made.ranks),
                     what="it goes on although the pass still runs",
                 )
 
@@ -266,7 +266,7 @@ async def test_a_request_given_up_in_mid_transfer_ends_in_every_rank_and_the_nex
         with pytest.raises(asyncio.CancelledError):
             await task
         expected = [[key_of(request)], [key_of(request, 1)]]
-        await eventually(lambda: [its.sink.aborted for its in made.ranks] == expected)
+        await eventually(lambda: [rank.sink.aborted for rank in made.ranks] == expected)
         made.model.on_layer = None
         await made.run(made.to_ranks(plan=SNAPKV))
         assert made.service._engine._ranks._transfers == {}
@@ -307,11 +307,11 @@ async def test_every_rank_authenticates_with_the_workers_keys(several: ParallelM
             request = made.to_ranks(plan=SNAPKV)
             if folder == folders[0]:
                 await made.run(request)
-                assert [len(its.sink.ends) for its in made.ranks] == [1, 1]
+                assert [len(rank.sink.ends) for rank in made.ranks] == [1, 1]
             else:
                 with pytest.raises(TransferFailed):
                     await made.run(request)
-                assert not any(its.sink.manifests for its in made.ranks)
+                assert not any(rank.sink.manifests for rank in made.ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -323,4 +323,4 @@ async def test_a_decode_worker_whose_ranks_are_no_multiple_is_refused_by_name(
             ProtocolMismatch, match=f"has {num_ranks} ranks; it must have a multiple of the 2"
         ):
             await made.run(made.to_ranks(plan=SNAPKV))
-        assert not any(its.sink.manifests for its in made.ranks)
+        assert not any(rank.sink.manifests for rank in made.ranks)

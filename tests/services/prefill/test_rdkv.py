@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv import epsilon
 from kvferry.shared.control.client import GrpcPrefillClient
 from kvferry.shared.control.messages import PrefillRequest, SessionKey, TransferDone
 from kvferry.shared.control.server import serve_control
@@ -54,6 +55,19 @@ async def test_a_prompts_tensors_are_those_of_one_process(
     assert_tensors_are_the_oracles(harness, request, done)
 
 
+async def test_the_first_token_says_whose_distortion_table_weighed_the_prompt(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(80)
+    own, _ = await harness.run(harness.request(prompt, plan=PLAN))
+    assert own.epsilon_table == ""
+    monkeypatch.setattr(epsilon, "_tables", epsilon._Tables(measured=()))  # as for a model without one
+    for method, name in (("rdkv", "LLaMA-3.1-8B"), ("rdkv-draft", "LLaMA-3.1-8B"), ("snapkv", "")):
+        plan = plan_for(method, budget=PLAN.budget)
+        first, _ = await harness.run(harness.request(prompt, plan=plan))
+        assert first.epsilon_table == name
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_new", [7, 50])
@@ -77,7 +91,9 @@ async def test_a_draft_reads_what_the_prompt_says_and_leaves_no_row_in_the_histo
     (one, layers), (others, drafted) = results
     assert one == others[:1]
     assert len(others) == 8
-    assert any(not torch.equal(its["codes"], drafted[layer]["codes"]) for layer, its in enumerate(layers))
+    assert any(
+        not torch.equal(tensors["codes"], drafted[layer]["codes"]) for layer, tensors in enumerate(layers)
+    )
 
 
 async def test_a_request_that_is_cancelled_while_its_draft_runs_opens_no_transfer(harness: Harness) -> None:

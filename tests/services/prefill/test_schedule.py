@@ -101,11 +101,11 @@ def test_owners_take_turns_and_keep_their_own_order() -> None:
 
 def test_an_owners_prompts_run_by_priority_and_then_as_they_came() -> None:
     priorities = {"p": 0, "q": 5, "r": 0, "s": -3, "t": 5}
-    jobs = [Job("a", 1.0, priority=its, method=name) for name, its in priorities.items()]
+    jobs = [Job("a", 1.0, priority=priority, method=name) for name, priority in priorities.items()]
     schedule = schedule_of(Job("b", 1.0), *jobs, Job("b", 1.0, priority=9))
     started = []
-    while (its := schedule.start_next(0.0)) is not None:
-        started.append(its.job.method if its.job.owner == "a" else "b")
+    while (running := schedule.start_next(0.0)) is not None:
+        started.append(running.job.method if running.job.owner == "a" else "b")
         schedule.finish(0.0, is_whole=False)
     assert started == ["b", "s", "b", "p", "r", "q", "t"]
 
@@ -229,7 +229,7 @@ def test_a_long_prompt_in_a_steady_stream_of_short_ones_finishes_within_twice_it
     assert long.ended_s is not None
     assert long.ended_s - long.begun_s <= 2 * long.work + SLICE_S
     # It comes to the front after those that came before it, or in its owner's turn.
-    before = sum(its.work for its in shorts if its.comes_s <= 1.0)
+    before = sum(job.work for job in shorts if job.comes_s <= 1.0)
     assert long.begun_s <= 1.0 + before + 2 * short
 
 
@@ -250,7 +250,7 @@ def test_short_prompts_do_not_wait_for_a_long_one_while_it_has_patience(jobs: li
     long = Job("z", 40.0)
     simulate([long, *shorts], schedule_of())
     for job in shorts:
-        queue = sum(its.work for its in shorts if its is not job)
+        queue = sum(other.work for other in shorts if other is not job)
         assert job.ended_s is not None
         if job.ended_s <= (long.ended_s or 0.0):
             assert job.ended_s - job.comes_s <= job.work + queue + (len(shorts) + 1) * SLICE_S
@@ -269,7 +269,7 @@ def test_a_key_that_floods_the_line_moves_anothers_times_little(
 
     def quantiles(num_noisy: int) -> list[float]:
         schedule, now_s, noisy = schedule_of(), 1.0, 0
-        coming = deque(Job("polite", pass_s, comes_s=1.0 + its) for its in comes_s)
+        coming = deque(Job("polite", pass_s, comes_s=1.0 + arrival_s) for arrival_s in comes_s)
         first_s: list[float] = []
         while len(first_s) < len(comes_s):
             while coming and coming[0].comes_s <= now_s:

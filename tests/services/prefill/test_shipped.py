@@ -26,7 +26,7 @@ def test_the_longest_unused_are_forgotten_first():
         name: [shipped.retained(key(name), transfer_id=i, num_tokens=5, depth=9) for i in range(1, 5)]
         for name in "abc"
     }
-    assert {name: [rows is not None for rows in its] for name, its in retained.items()} == {
+    assert {name: [rows is not None for rows in chains] for name, chains in retained.items()} == {
         "a": [False, False, True, False],
         "b": [False, False, False, False],
         "c": [False, False, False, True],
@@ -53,7 +53,7 @@ def test_selections_of_all_rows_are_bounded_in_number():
     for number in range(50):
         shipped.put(key(str(number)), every, retained=None)
     found = [shipped.retained(key(str(n)), transfer_id=1, num_tokens=5, depth=9) for n in range(50)]
-    assert [its is not None for its in found] == [False] * 40 + [True] * 10
+    assert [chain is not None for chain in found] == [False] * 40 + [True] * 10
 
 
 def ids(retained):
@@ -82,16 +82,16 @@ def test_a_prompt_that_extends_what_it_left_rows_out_of_keeps_it_remembered():
 def test_rows_of_several_selections_are_remembered_once():
     shipped, retained = ShippedSelections(max_bytes=1 << 20), None
     layers = ([[0, 1, 2], [0, 1, 2]], [[0, 1, 8], [1, 2, 5]], [[0, 2, 8], [5, 6, 7]])
-    for number, its in enumerate(layers, 1):
+    for number, positions in enumerate(layers, 1):
         rows = RetainedRows(
-            transfer_id=number, num_prompt_tokens=9, num_tokens=9, layers=(np.array(its, np.int32),)
+            transfer_id=number, num_prompt_tokens=9, num_tokens=9, layers=(np.array(positions, np.int32),)
         )
         shipped.put(key("a"), rows, retained=retained)
         retained = shipped.retained(key("a"), transfer_id=number, num_tokens=9, depth=9)
     first = retained.selections[2].layers[0]
     assert first.tolist() == [[2], [0]]
     every = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
-    found = [np.flatnonzero(its >= 0).tolist() for its in retained.find(0, every)[0]]
+    found = [np.flatnonzero(which >= 0).tolist() for which in retained.find(0, every)[0]]
     assert found == [[0, 1, 2, 8], [0, 1, 2, 5, 6, 7]]
     # the last column is padding where a head has fewer rows
     longer = RetainedRows(

@@ -122,7 +122,7 @@ async def test_the_map_of_kept_tokens_is_that_of_the_positions_on_the_wire(harne
     spec = harness.model.spec
     key = key_of(request)
     rows = [harness.sink.rows(key, layer, "index").flatten() for layer in range(spec.num_layers)]
-    counts = torch.cat([torch.bincount(its.long() // 25, minlength=8) for its in rows])
+    counts = torch.cat([torch.bincount(indices.long() // 25, minlength=8) for indices in rows])
     assert done.retained_fractions == pytest.approx((counts / (25 * spec.num_kv_heads)).tolist())
     assert sum(done.retained_fractions) == pytest.approx(spec.num_layers * 48 / 25)
 

@@ -79,7 +79,7 @@ class Returner:
             for layer, (keys, values) in enumerate(rows):
                 tensors = (("keys", keys), ("values", values))
                 transfer.send_layer(
-                    layer, [NamedTensor(name=name, tensor=its, kind="rows") for name, its in tensors]
+                    layer, [NamedTensor(name=name, tensor=tensor, kind="rows") for name, tensor in tensors]
                 )
             transfer.finish(EndRecord(key=manifest.key, num_blocks=0, payload_bytes=0))
             await asyncio.to_thread(transfer.wait, 10.0)

@@ -107,7 +107,7 @@ async def test_requests_at_the_same_time_are_limited(start_stack: Any, write: An
     stack = await start_stack(api_keys_file=write(entry("a", "a", max_concurrent=2), entry("b", "b")))
     stack.script.may_decode.clear()
     running = [asyncio.create_task(post(stack, key)) for key in "aaaab"]
-    await eventually(lambda: sum(its.done() for its in running) == 2)
+    await eventually(lambda: sum(task.done() for task in running) == 2)
     stack.script.may_decode.set()
     answers = await asyncio.gather(*running)
     assert sorted(answer.status_code for answer in answers[:4]) == [200, 200, 429, 429]
@@ -126,10 +126,10 @@ async def test_of_requests_at_the_same_time_no_more_run_while_redis_is_asked(
     stack = await start_stack(api_keys_file=path, history_redis=redis_server.url)
     stack.script.may_decode.clear()
     running = [asyncio.create_task(post(stack, "a")) for _ in range(24)]
-    await eventually(lambda: sum(its.done() for its in running) == 22)
+    await eventually(lambda: sum(task.done() for task in running) == 22)
     stack.script.may_decode.set()
     answers = await asyncio.gather(*running)
-    assert sorted(its.status_code for its in answers) == [200] * 2 + [429] * 22
+    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 22
 
 
 async def test_a_changed_file_is_read_and_a_broken_one_is_not_used(start_stack: Any, write: Any) -> None:
@@ -227,7 +227,7 @@ async def test_routers_of_one_redis_count_together_and_alone_without_it(
     monkeypatch.setattr(access, "_REDIS_TIMEOUT_S", 60.0)
     path = write(entry("a", "a", requests_per_minute=3))
     one, other = [await start_stack(api_keys_file=path, history_redis=redis_server.url) for _ in range(2)]
-    assert [(await post(its, "a")).status_code for its in (one, other, one, other)] == [200, 200, 200, 429]
+    assert [(await post(each, "a")).status_code for each in (one, other, one, other)] == [200, 200, 200, 429]
     redis_server.kill()
     assert [(await post(one, "a")).status_code for _ in range(4)] == [200, 200, 200, 429]
 

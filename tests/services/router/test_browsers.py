@@ -109,7 +109,7 @@ async def test_listed_names_and_servers_with_keys_take_any_host(start_stack: Any
     for stack, statuses in ((listed, (200, 403)), (any_name, (200, 200)), (keyed, (200, 200))):
         headers = {"authorization": "Bearer k"} if stack is keyed else {}
         found = [await stack.http.get("/v1/models", headers={**headers, **host}) for host in hosts]
-        assert tuple(its.status_code for its in found) == statuses
+        assert tuple(reply.status_code for reply in found) == statuses
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 8388608", "Transfer-Encoding: chunked"])

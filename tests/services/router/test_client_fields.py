@@ -31,7 +31,7 @@ CASES: list[tuple[type[ClientModel], Any, str]] = [
     (requests.ChatRequest, completion_create_params.CompletionCreateParamsStreaming, _OF_CHATS),
     (texts.TextRequest, text_params.CompletionCreateParamsNonStreaming, "user"),
     (texts.TextRequest, text_params.CompletionCreateParamsStreaming, "user"),
-    *((requests.Message, its, "") for its in typing.get_args(openai_chat.ChatCompletionMessageParam)),
+    *((requests.Message, param, "") for param in typing.get_args(openai_chat.ChatCompletionMessageParam)),
     (requests.ContentPart, openai_chat.ChatCompletionContentPartTextParam, "prompt_cache_breakpoint"),
     (requests.ContentPart, openai_chat.ChatCompletionContentPartRefusalParam, ""),
     (requests.StreamOptions, openai_chat.ChatCompletionStreamOptionsParam, "include_obfuscation"),
@@ -102,7 +102,7 @@ def test_every_field_of_the_installed_clients(model: type[ClientModel], theirs: 
     taken = {field.alias or name for name, field in model.model_fields.items()}
     known = taken | model.echoed | model.refused.keys()
     members = typing.get_args(theirs) or (theirs,)
-    fields = {name for its in members for name in typing.get_type_hints(its)}
+    fields = {name for member in members for name in typing.get_type_hints(member)}
     assert fields - known == set(ignored.split())
 
 
@@ -131,7 +131,10 @@ def test_the_unions_of_the_installed_clients() -> None:
     )
     choices = typing.get_args(openai_chat.ChatCompletionToolChoiceOptionParam)
     plain = {
-        name for its in choices if typing.get_origin(its) is typing.Literal for name in typing.get_args(its)
+        name
+        for choice in choices
+        if typing.get_origin(choice) is typing.Literal
+        for name in typing.get_args(choice)
     }
     assert plain == {"none", "auto", "required"}
     assert kinds_of(openai_types.ToolParam) == {

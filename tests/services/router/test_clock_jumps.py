@@ -65,8 +65,8 @@ async def test_a_turn_and_its_session_go_on_whichever_way_the_clock_jumps(
     await stack.swept(4)
     await say(stack, contents[3])
     await stack.has_turns("s", 4)
-    asked = [its.prompt_token_ids for its in stack.prefill[0].requests]
-    assert asked == [its.prompt_token_ids for its in alone.prefill[0].requests]
+    asked = [request.prompt_token_ids for request in stack.prefill[0].requests]
+    assert asked == [request.prompt_token_ids for request in alone.prefill[0].requests]
     assert (await stack.http.get("/ready")).status_code == 200
     assert stack.metric("recoveries_total", role="prefill") == 0
     assert stack.metric("session_store_events_total", event="not_stored") == 0
@@ -85,5 +85,5 @@ async def test_a_keys_minute_has_sixty_seconds(
     for by_s in (0.0, jump_s, -jump_s):
         clock.turn(by_s)
         answers.append(await stack.http.post("/v1/chat/completions", json=body, headers=KEY))
-    assert [its.status_code for its in answers] == [200, 429, 429]
-    assert all(1 <= int(its.headers["retry-after"]) <= 60 for its in answers[1:])
+    assert [answer.status_code for answer in answers] == [200, 429, 429]
+    assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in answers[1:])

@@ -47,7 +47,9 @@ async def store(stack: Any, key: str) -> None:
     assert (await stack.http.post("/v1/documents", json=document, headers=with_key(key))).status_code == 200
     await eventually(lambda: stack.num_active == 0)
     await eventually(
-        lambda: any(its.is_implicit and its.owner == digest(key) for its in stack.prefill[0].history)
+        lambda: any(
+            session.is_implicit and session.owner == digest(key) for session in stack.prefill[0].history
+        )
     )
 
 

@@ -130,8 +130,14 @@ async def test_many_choices_run_the_prompt_once(stack: Any, stream: bool) -> Non
     assert stored == request.session
     first, *others = stack.decode[0].requests
     assert (first.num_siblings, first.shares) == (3, None)
-    assert {(its.num_siblings, its.shares.request_id) for its in others} == {(0, first.request_id)}
-    assert {its.sampling.seed for its in others} == {its.seed for its in request.siblings} == {4, 5, 6}
+    assert {(sibling.num_siblings, sibling.shares.request_id) for sibling in others} == {
+        (0, first.request_id)
+    }
+    assert (
+        {other.sampling.seed for other in others}
+        == {sibling.seed for sibling in request.siblings}
+        == {4, 5, 6}
+    )
 
 
 async def test_the_choices_go_where_the_prompt_is(start_stack: Any) -> None:

@@ -55,6 +55,15 @@ def test_otherwise_there_is_no_reason(turn: TurnStats, method: str) -> None:
     assert reason(turn, method) is None
 
 
+def test_a_report_names_another_models_table_that_stood_in() -> None:
+    assert "epsilon_table" not in report_of(TURN)
+    reports = [
+        report_of(replace(TURN, first=replace(FIRST, epsilon_table=name))) for name in ("LLaMA-3.1-8B", "")
+    ]
+    assert reports[0]["epsilon_table"] == "LLaMA-3.1-8B"
+    assert of_prompts(reports)["epsilon_table"] == ["LLaMA-3.1-8B", None]
+
+
 def report_of(turn: TurnStats, num_tokens: int = 9, **options: Any) -> KvReport:
     chosen = ChosenPlan(plan=plan_for("rocketkv", budget=Budget(tokens=8)))
     return kv_report(chosen, num_tokens, [turn], **options)

@@ -50,7 +50,9 @@ async def test_answers_have_the_types_that_it_says(stack: Any) -> None:
     def described(method: str, path: str, status: str) -> set[str]:
         return set(document["paths"][path][method]["responses"][status]["content"])
 
-    pages = [path for path, its in document["paths"].items() if "get" in its and "{" not in path]
+    pages = [
+        path for path, operations in document["paths"].items() if "get" in operations and "{" not in path
+    ]
     assert {"/", "/docs", "/metrics", "/health"} <= set(pages)
     for path in pages:
         content_type = (await stack.http.get(path)).headers["content-type"].partition(";")[0]

@@ -75,7 +75,7 @@ async def test_a_model_says_which_methods_go_with_it(start_stack: Any) -> None:
 
 async def test_a_model_is_called_by_its_name_and_its_aliases(start_stack: Any) -> None:
     stack = await start_stack(model_aliases="gpt-5.5, org/claude,demo")
-    names = [its.id async for its in stack.client.models.list()]
+    names = [model.id async for model in stack.client.models.list()]
     assert names == ["demo", "gpt-5.5", "org/claude"]
     messages: Any = [{"role": "user", "content": "the red castle ."}]
     for name in names:
@@ -84,7 +84,7 @@ async def test_a_model_is_called_by_its_name_and_its_aliases(start_stack: Any) -
             await stack.client.chat.completions.create(model=name, messages=messages, max_tokens=2),
             await stack.client.responses.create(model=name, input="the red castle .", max_output_tokens=2),
         ]
-        assert [its.model for its in answers] == ["demo", "demo"]
+        assert [answer.model for answer in answers] == ["demo", "demo"]
     with pytest.raises(openai.NotFoundError, match='no model "other"'):
         await stack.client.chat.completions.create(model="other", messages=messages)
 
@@ -270,7 +270,7 @@ async def test_metrics_have_the_names_that_dashboards_for_vllm_read(stack: Any) 
         for sample in family.samples
         if sample.labels.get("model_name") == "demo"
     }
-    tokens = [stack.metric("generation_tokens_total", model="demo", method=its) for its in ("full", "rdkv")]
+    tokens = [stack.metric("generation_tokens_total", model="demo", method=each) for each in ("full", "rdkv")]
     assert samples["vllm:generation_tokens_total", None] == sum(tokens) > 0
     assert samples["vllm:prompt_tokens_total", None] == stack.metric("prompt_tokens_total", model="demo")
     assert samples["vllm:num_requests_running", None] == samples["vllm:num_requests_waiting", None] == 0

@@ -58,11 +58,11 @@ async def test_the_example_is_a_request_that_the_router_takes(stack: Any) -> Non
 
 
 async def test_methods_are_those_a_request_may_name(start_stack: Any) -> None:
-    stack = await start_stack(default_token_budget=77)
+    stack = await start_stack(default_retention=0.7)
     listed = (await stack.http.get("/v1/methods")).json()
     assert listed["object"] == "list"
     assert [method["id"] for method in listed["data"]] == list(method_names())
-    assert [(m["id"], m["token_budget"]) for m in listed["data"] if m["default"]] == [("rdkv", 77)]
+    assert [(m["id"], m["retention"]) for m in listed["data"] if m["default"]] == [("rdkv", 0.7)]
     fewer = await start_stack(api_keys="key-a", allowed_methods="full,rdkv")
     assert (await fewer.http.get("/v1/methods")).status_code == 401
     listed = (await fewer.http.get("/v1/methods", headers={"Authorization": "Bearer key-a"})).json()

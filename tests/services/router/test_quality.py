@@ -88,10 +88,22 @@ async def test_without_a_curve_the_answer_is_400_and_says_what_to_run(
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == "kv_compression.quality"
-    assert "kvferry calibrate quality --model MODEL --methods h2o" in error["message"]
+    assert "kvferry calibrate --model MODEL --methods h2o" in error["message"]
     assert "(calibrated: rdkv, rocketkv, snapkv)" in error["message"]
     reply = await stack.http.post("/v1/completions", json=body(HARD, method="full", quality=0.9))
     assert "which takes no budget" in reply.json()["error"]["message"]
+
+
+async def test_a_curve_that_is_measured_while_the_router_runs_is_found(
+    start_stack: Callable[..., Awaitable[Any]], tmp_path: Path
+) -> None:
+    stack = await start_stack(calibration=str(tmp_path))
+    request = body(HARD, method="snapkv", quality=0.9)
+    assert (await stack.http.post("/v1/completions", json=request)).status_code == 400
+    write_curves(tmp_path)
+    reply = await stack.http.post("/v1/completions", json=request)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["kv"]["quality"] == 0.9
 
 
 async def test_curves_are_of_the_methods_own_parameters(

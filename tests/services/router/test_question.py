@@ -47,7 +47,9 @@ async def test_several_choices_have_the_same_question(stack: Any) -> None:
     await stack.client.chat.completions.create(
         model="demo", messages=[SECOND], temperature=0, max_tokens=4, n=3
     )
-    assert {its.question for its in stack.prefill[0].requests} == {Question(num_tokens=5, num_after=2)}
+    assert {request.question for request in stack.prefill[0].requests} == {
+        Question(num_tokens=5, num_after=2)
+    }
 
 
 async def test_texts_and_continued_answers_have_none(stack: Any) -> None:
@@ -75,7 +77,7 @@ async def test_a_turn_that_resumes_has_its_question_unless_the_prompt_has_grown(
     stack.decode[0].faults = [failing_at(2, lost())]
     compression = {"method": method} | ({"token_budget": 4} if method != "full" else {})
     await ask(stack, SECOND, kv_compression=compression)
-    one, other = (its.question for its in stack.prefill[0].requests)
+    one, other = (request.question for request in stack.prefill[0].requests)
     assert one == Question(num_tokens=5, num_after=2)
     assert other == (None if method == "full" else one)
 

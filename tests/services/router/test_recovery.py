@@ -143,7 +143,7 @@ async def test_a_turn_runs_and_recovers_on_a_pair_of_one_block_protocol(start_st
         for worker in stack.decode:
             worker.faults = [failing_at(count, lost())]
         assert text(await complete(stack)) == text(undisturbed)
-    ids = [{its.request_id for worker in workers for its in worker.requests} for workers in (
+    ids = [{request.request_id for worker in workers for request in worker.requests} for workers in (
         stack.prefill[:2], stack.prefill[2:], stack.decode[:2], stack.decode[2:],
     )]  # fmt: skip
     assert ids[0]

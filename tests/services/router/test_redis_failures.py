@@ -16,19 +16,19 @@ TURN_3 = replace(RECORD, turns=3)
 
 
 async def refuse(*routers: Router) -> None:
-    for its in routers:
+    for router in routers:
         with pytest.raises(SessionNotStored):
-            await its.turn()
+            await router.turn()
 
 
-async def whole_turn(its: Router, record: SessionRecord) -> None:
-    async with its.store.lease(KEY, needs_record=False) as lease:
+async def whole_turn(router: Router, record: SessionRecord) -> None:
+    async with router.store.lease(KEY, needs_record=False) as lease:
         assert await lease.commit(record)
 
 
-async def unstored_turn(its: Router, redis_server: Any) -> None:
+async def unstored_turn(router: Router, redis_server: Any) -> None:
     """A turn that is answered although Redis is full."""
-    async with its.store.lease(KEY) as lease:
+    async with router.store.lease(KEY) as lease:
         with redis_server.client() as client:
             client.config_set("maxmemory", 1)  # every write is refused from here on
             with pytest.raises(StoreUnavailable):

@@ -25,10 +25,10 @@ async def test_redis_sends_a_record_to_a_router_that_has_no_current_copy(
     long = replace(RECORD, messages=(ChatMessage("user", "x" * 100_000),))
     await one.turn(long)
 
-    async def sent_bytes(its: Router) -> int:
+    async def sent_bytes(reader: Router) -> int:
         with redis_server.client() as client:
             before = client.info("stats")["total_net_output_bytes"]
-            async with its.store.lease(KEY) as lease:
+            async with reader.store.lease(KEY) as lease:
                 assert lease.record is not None
                 assert len(lease.record.messages[0].content) == 100_000
             return int(client.info("stats")["total_net_output_bytes"]) - before
@@ -53,9 +53,9 @@ def after_turns(number: int) -> SessionRecord:
     )
 
 
-async def converse(its: Router, first: int, last: int) -> None:
+async def converse(router: Router, first: int, last: int) -> None:
     for number in range(first, last + 1):
-        await its.turn(after_turns(number))
+        await router.turn(after_turns(number))
 
 
 def the_same(one: SessionRecord | None, other: SessionRecord) -> bool:
@@ -94,10 +94,10 @@ async def test_a_record_that_is_shown_is_not_sent_to_a_router_that_has_it(
     one, other = router(), router()
     await converse(one, 1, 50)
     sent = []
-    for its in (one, other):
+    for reader in (one, other):
         with redis_server.client() as client:
             before = client.info("stats")["total_net_output_bytes"]
-            assert await its.turns() == 50
+            assert await reader.turns() == 50
             sent.append(client.info("stats")["total_net_output_bytes"] - before)
     assert sent[0] < 20_000 < 40_000 < sent[1]
 
@@ -209,8 +209,8 @@ async def test_a_commit_that_is_repeated_is_there_once(
     assert stored is not None
     turn = replace(after_turns(4), commit_id="c4", expires_at_s=NOW_S + 60.0)
     for _ in range(2):
-        its = await records.commit(KEY, "r.1", stored.commit_id, turn, before=stored.record)
-        assert its is not None
+        committed = await records.commit(KEY, "r.1", stored.commit_id, turn, before=stored.record)
+        assert committed is not None
     await records.release(KEY, "r.1")
     with redis_server.client() as client:
         assert client.hget("kvferry:router:{0a1b}:session:s", "parts") == b"4"
@@ -234,7 +234,7 @@ async def test_records_are_encrypted_with_the_keys(router: Callable[..., Router]
     await writer.turn()
     rotated = router(keys=new)
     assert await rotated.turns() == 1
-    assert [len(await its.store.owned_by("0a1b", documents=False)) for its in (writer, rotated)] == [1, 1]
+    assert [len(await each.store.owned_by("0a1b", documents=False)) for each in (writer, rotated)] == [1, 1]
     await rotated.turn(TURN_2)
     # the turn has encrypted all of the record anew, and goes on in parts
     await rotated.turn(replace(TURN_2, turns=3, token_ids=(*TURN_2.token_ids, 5)))

@@ -45,11 +45,11 @@ async def test_two_continuations_at_the_same_time_do_not_mix(start_stack: Any) -
         ),
         return_exceptions=True,
     )
-    (refused,) = [its for its in answers if isinstance(its, BaseException)]
+    (refused,) = [answer for answer in answers if isinstance(answer, BaseException)]
     assert isinstance(refused, openai.ConflictError)
     # Sent again, as clients do, it is a conversation of its own.
     other = await stack.client.responses.create(**ASK, input="and the word ?", previous_response_id=first.id)
-    (done,) = [its for its in answers if not isinstance(its, BaseException)]
+    (done,) = [answer for answer in answers if not isinstance(answer, BaseException)]
     assert other.id[:29] != first.id[:29] == done.id[:29]
     for response in (first, done, other):
         assert (await stack.client.responses.retrieve(response.id)).output == response.output

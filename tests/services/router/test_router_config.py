@@ -70,7 +70,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
         {"default_method": "magic"},
         {"allowed_methods": "full,magic", "default_method": "full"},
         {"allowed_methods": "full"},
-        {"default_method": "full", "default_token_budget": 5},
+        {"default_method": "full", "default_retention": 0.5},
     ],
 )
 def test_methods_that_cannot_be_are_refused_at_start(options: dict[str, object]) -> None:
@@ -94,7 +94,7 @@ def test_metrics_are_open_on_loopback_by_default(listen: str, loopback: bool) ->
     ("options", "plain", "capped"),
     [
         ({}, ("rdkv", 512), ("rocketkv", 512)),
-        ({"default_token_budget": 77}, ("rdkv", 77), ("rocketkv", 512)),
+        ({"default_retention": 0.7}, ("rdkv", None), ("rocketkv", 512)),
         ({"allowed_methods": "rdkv,snapkv,full"}, ("rdkv", 512), ("full", None)),
         ({"default_method": "snapkv"}, ("snapkv", 2048), ("snapkv", 2048)),
     ],

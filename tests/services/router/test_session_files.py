@@ -193,7 +193,7 @@ async def test_simultaneous_turns_store_no_more_bytes_than_one_after_another(
     await eventually(lambda: len(stack.prefill[0].requests) == len(turns))
     stack.script.may_prefill.set()
     answers = await asyncio.gather(*turns, return_exceptions=True)
-    refused = [its for its in answers if isinstance(its, openai.RateLimitError)]
+    refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
     assert len(refused) == 3
     assert all("the limit for all is 4500" in str(error) for error in refused)
     await eventually(lambda: stack.num_active == 0 and not stack.prefill[0].staged)

@@ -341,7 +341,7 @@ async def test_only_workers_that_had_an_expired_session_are_told(start_stack: An
     await eventually(lambda: any(worker.history for worker in stack.prefill))  # the turn has ended
     clock.turn(60.0)
     await stack.swept()
-    assert [sum(bool(its.dropped) for its in role) for role in (stack.prefill, stack.decode)] == [1, 1]
+    assert [sum(bool(member.dropped) for member in role) for role in (stack.prefill, stack.decode)] == [1, 1]
 
 
 async def test_a_sessions_own_ttl_and_pin_stay_until_a_turn_changes_them(stack: Any) -> None:

@@ -30,7 +30,7 @@ async def complete(stack: Any, status: int = 200, **fields: Any) -> Any:
 
 
 def sharing(stack: Any) -> list[Any]:
-    return [its for worker in stack.decode for its in worker.requests if its.shares is not None]
+    return [request for worker in stack.decode for request in worker.requests if request.shares is not None]
 
 
 @pytest.mark.covering(1)

@@ -272,7 +272,7 @@ async def test_a_worker_that_stays_silent_is_connected_to_anew_though_it_runs_no
         broken.status = silent  # type: ignore[method-assign]
         await eventually(lambda: not it.pool.ready_workers())
         it.workers.update(a=it.workers["b"], c=broken)
-        await eventually(lambda: [its.address for its in it.pool.ready_workers()] == ["a"])
+        await eventually(lambda: [ready.address for ready in it.pool.ready_workers()] == ["a"])
         worker = it.pool.worker("a")
         assert worker is not None
         assert worker.client is it.workers["a"]
@@ -315,7 +315,7 @@ async def test_every_router_finds_the_same_workers_near_a_place() -> None:
         places = [number * (1 << 64) // 64 for number in range(64)]
         found = [near(one, place) for place in places]
         assert found == [near(other, place) for place in places]
-        assert {len(its) for its in found} == {NUM_NEAR}
+        assert {len(nearest) for nearest in found} == {NUM_NEAR}
         assert set.union(*found) == set(names)
         one.report_lost("w3", one.worker("w3").instance_id)
         for before, place in zip(found, places, strict=True):

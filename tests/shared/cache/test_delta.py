@@ -76,11 +76,11 @@ def test_other_tensors_than_a_deltas_and_more_rows_than_the_layer_has_are_refuse
     placed, layer, sent = delta_of_five_tokens()
     header = header_of(sent)
     for wrong in (
-        {name: its for name, its in header.items() if name != NEW_ROWS},
+        {name: spec for name, spec in header.items() if name != NEW_ROWS},
         {**header, "values": TensorSpec(shape=(1, DIM), dtype=torch.float32)},
         {**header, "keys": TensorSpec(shape=(), dtype=torch.float32)},
         {"index": TensorSpec(shape=(2, 5), dtype=torch.int32), **header},
-        {name: replace(its, dtype=torch.float64) for name, its in header.items()},
+        {name: replace(spec, dtype=torch.float64) for name, spec in header.items()},
         {},
     ):
         with pytest.raises(InvalidTensors) as caught:

@@ -240,7 +240,7 @@ def test_a_layer_that_evicts_has_one_row_more_and_room_for_returned_rows(max_new
     assert evicting.regions["keys"].shape == evicting.regions["values"].shape == (2, 5 + min(num_new, 1), 8)
     assert growing.regions["keys"].shape == (2, 5 + num_new, 8)
     assert list(growing.regions) == ["keys", "values"]
-    generated = [its for name, its in evicting.regions.items() if name.startswith("generated_")]
+    generated = [region for name, region in evicting.regions.items() if name.startswith("generated_")]
     assert [own.shape for own in generated] == ([(2, num_new, 8)] * 2 if returns_generated else [])
     assert_disjoint(layout)
     row, beside, own = 2 * 2 * 8 * 4, 2 * (4 + 4), 2 * 2 * 8 * 4 if returns_generated else 0

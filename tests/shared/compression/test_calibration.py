@@ -84,7 +84,7 @@ def test_the_derivative_is_the_curves(slope: float) -> None:
     step = 1e-4
     numeric = (quality_curve(rho, b + step) - quality_curve(rho, b - step)) / (2 * step)
     exact = torch.stack(
-        [torch.autograd.functional.jacobian(lambda its, r=r: quality_curve(r, its), b + 1e-7) for r in rho]
+        [torch.autograd.functional.jacobian(lambda x, r=r: quality_curve(r, x), b + 1e-7) for r in rho]
     )
     torch.testing.assert_close(exact, numeric, atol=1e-6, rtol=1e-4)
 

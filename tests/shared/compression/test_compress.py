@@ -227,5 +227,5 @@ def test_shipped_bytes_do_not_depend_on_max_tokens(method: str, budget: Budget) 
             plan, num_prompt_tokens=300, max_new_tokens=max_new_tokens, num_layers=1, head_dim=D
         )
         _, (tensors,) = compress_prompt(spec, resolved, [inputs])
-        shipped.append(sum(its.numel() * its.element_size() for its in tensors.values()))
+        shipped.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
     assert shipped == shipped[:1] * 4

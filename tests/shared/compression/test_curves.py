@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.models import SHIPPED_CALIBRATION
+from kvferry.shared.compression.calibrations import calibration_folder
 from kvferry.shared.compression.curves import (
     Calibration,
     CurveBook,
@@ -33,7 +35,7 @@ FILE = ModelCurves(
     model="m",
     fingerprints={"float32": "a" * 64, "float16": "b" * 64},
     curves={"snapkv": CURVE},
-    origin={"command": "kvferry calibrate quality", "samples": 3},
+    origin={"command": "kvferry calibrate", "samples": 3},
 )
 
 
@@ -54,7 +56,7 @@ def test_another_method_joins_the_file_and_the_same_one_is_replaced(tmp_path: Pa
 
 def test_a_curve_serves_every_dtype_of_its_model_and_no_other_model(tmp_path: Path) -> None:
     save_curves(tmp_path, FILE)
-    book = CurveBook.read([tmp_path])
+    book = CurveBook.read(str(tmp_path))
     assert book.find("a" * 64, "snapkv") == book.find("b" * 64, "snapkv") == CURVE
     assert book.find("c" * 64, "snapkv") is None
     assert book.find("a" * 64, "rocketkv") is None
@@ -62,13 +64,29 @@ def test_a_curve_serves_every_dtype_of_its_model_and_no_other_model(tmp_path: Pa
     assert book.methods("c" * 64) == ()
 
 
-def test_a_later_folder_replaces_an_earlier_ones_curve(tmp_path: Path) -> None:
-    better = replace(CURVE, lowest_nll=2.2)
-    save_curves(tmp_path / "shipped", replace(FILE, curves={"snapkv": CURVE, "h2o": CURVE}))
-    save_curves(tmp_path / "own", replace(FILE, curves={"snapkv": better}))
-    book = CurveBook.read([tmp_path / "shipped", tmp_path / "own"])
-    assert book.find("a" * 64, "snapkv") == better
-    assert book.find("a" * 64, "h2o") == CURVE
+def test_the_folders_curve_replaces_a_shipped_one_of_the_same_method(tmp_path: Path) -> None:
+    (shipped,) = (load_curves(path) for path in SHIPPED_CALIBRATION.glob("*.quality.json"))
+    fingerprint = shipped.fingerprints["float16"]
+    save_curves(tmp_path, replace(shipped, curves={"snapkv": CURVE}))
+    book = CurveBook.read(str(tmp_path))
+    assert book.find(fingerprint, "snapkv") == CURVE != shipped.curves["snapkv"]
+    assert book.find(fingerprint, "h2o") == shipped.curves["h2o"]
+
+
+def test_without_a_setting_the_users_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CurveBook.read("").methods("a" * 64) == ()
+    save_curves(calibration_folder(""), FILE)
+    assert calibration_folder("") == tmp_path / ".cache" / "kvferry" / "calibration"
+    assert CurveBook.read("").find("a" * 64, "snapkv") == CURVE
+    (tmp_path / "other").mkdir()
+    assert CurveBook.read(str(tmp_path / "other")).methods("a" * 64) == ()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="m-aaaaaaaa"):
+        save_curves(tmp_path / "file", FILE)
 
 
 @given(quality=st.floats(0.001, 1.0), nll=st.floats(0, 20))
@@ -147,9 +165,9 @@ def test_a_file_of_something_else_is_refused_by_its_name(tmp_path: Path, change:
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, **change}), encoding="utf-8")
     with pytest.raises(ConfigurationError, match="m-aaaaaaaa"):
-        CurveBook.read([tmp_path])
+        CurveBook.read(str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="it must be a folder"):
-        CurveBook.read([tmp_path / "none"])
+        CurveBook.read(str(tmp_path / "none"))

@@ -48,11 +48,13 @@ def full_answer(model: TransformersModel, prompt: list[int], num_tokens: int) ->
 
 def assert_ahead_is(found: tuple[LayerInputs, ...], expected: CapturedPrompt, num_ahead: int) -> None:
     """Args: expected: the capture of the prompt and the draft's tokens."""
-    for its, whole in zip(found, expected.layers, strict=True):
-        assert its.ahead is not None
-        torch.testing.assert_close(its.ahead.queries, whole.queries[:, :, -num_ahead:], atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(its.ahead.keys, whole.keys[:, -num_ahead:], atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(its.ahead.values, whole.values[:, -num_ahead:], atol=1e-3, rtol=1e-3)
+    for layer, whole in zip(found, expected.layers, strict=True):
+        assert layer.ahead is not None
+        torch.testing.assert_close(
+            layer.ahead.queries, whole.queries[:, :, -num_ahead:], atol=1e-3, rtol=1e-3
+        )
+        torch.testing.assert_close(layer.ahead.keys, whole.keys[:, -num_ahead:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(layer.ahead.values, whole.values[:, -num_ahead:], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 203])
@@ -62,9 +64,9 @@ def test_the_draft_is_the_full_kvs_greedy_answer(model: TransformersModel, num_t
     captured = generator.capture(prompt)
     found = draft(model, captured, 5)
     assert_ahead_is(found, generator.capture([*prompt, *answer[:5]]), 5)
-    for its, given in zip(found, captured.layers, strict=True):
-        assert its.keys is given.keys
-        assert its.queries is given.queries
+    for layer, given in zip(found, captured.layers, strict=True):
+        assert layer.keys is given.keys
+        assert layer.queries is given.queries
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2", "granitemoeshared"])
@@ -73,10 +75,12 @@ def test_drafts_of_models_with_states_and_windows(family: str, tmp_path: Path) -
     generator, prompt = OneProcessGenerator(model), prompt_of(75, seed=3)
     answer = full_answer(model, prompt, 6)
     captured = generator.capture(prompt)
-    before = {layer: {name: its.clone() for name, its in of.items()} for layer, of in captured.states.items()}
+    before = {
+        layer: {name: tensor.clone() for name, tensor in of.items()} for layer, of in captured.states.items()
+    }
     assert_ahead_is(draft(model, captured, 4), generator.capture([*prompt, *answer[:4]]), 4)
     for layer, of in before.items():
-        assert all(torch.equal(its, captured.states[layer][name]) for name, its in of.items())
+        assert all(torch.equal(tensor, captured.states[layer][name]) for name, tensor in of.items())
 
 
 def test_a_draft_ends_before_the_end_of_the_sequence(model: TransformersModel) -> None:
@@ -88,13 +92,13 @@ def test_a_draft_ends_before_the_end_of_the_sequence(model: TransformersModel) -
     found = draft(model, generator.capture(prompt), len(answer) + 9)
     assert_ahead_is(found, generator.capture([*prompt, *answer[:-1]]), len(answer) - 1)
     ended = draft(model, generator.capture([*prompt, *answer[:-1]]), 4)
-    assert all(its.ahead is None for its in ended)
+    assert all(layer.ahead is None for layer in ended)
 
 
 def test_a_draft_ends_at_the_end_of_the_models_window() -> None:
     model = load_model(DEMO_MODEL, name="demo", device="cpu", max_model_len=64)
     found = draft(model, OneProcessGenerator(model).capture(prompt_of(61, seed=2)), 8)
-    assert {its.ahead.keys.shape[1] for its in found if its.ahead is not None} == {3}
+    assert {layer.ahead.keys.shape[1] for layer in found if layer.ahead is not None} == {3}
 
 
 def test_a_caller_may_end_it_before_any_token(model: TransformersModel) -> None:
@@ -191,7 +195,7 @@ def test_tokens_of_the_draft_get_no_bits_and_tokens_that_they_attend_to_get_more
     pointed = replace(inputs, ahead=replace(inputs.ahead, queries=queries))
     plan = plan_for("rdkv-draft", budget=Budget(tokens=5))
     settings = rdkv_of(plan, inputs).settings
-    before, after = (allocate_layer(settings, its) for its in (inputs, pointed))
+    before, after = (allocate_layer(settings, layer_inputs) for layer_inputs in (inputs, pointed))
     assert after.values.shape == before.values.shape == (2, 211)
     near = slice(wanted - 2, wanted + 3)
     assert (after.values[:, near].sum(1) > before.values[:, near].sum(1)).all()
@@ -288,8 +292,8 @@ def test_a_listing_is_answered_at_a_hundredth_of_its_bytes(model: TransformersMo
     counted = replace(model.spec, dtype="float16", checkpoint_dtype=None)
     formats = make_formats(counted, continuation.resolved)
     kept = sum(
-        fmt.kept_bytes(fmt.prompt_bytes(its))
-        for fmt, its in zip(formats, continuation.compressed, strict=True)
+        fmt.kept_bytes(fmt.prompt_bytes(tensors))
+        for fmt, tensors in zip(formats, continuation.compressed, strict=True)
     )
     assert kept <= math.ceil(0.01 * counted.full_bytes(len(prompt)))
     tokens = generator.generate(prompt, plan=plan, sampling=greedy(len(answer)))

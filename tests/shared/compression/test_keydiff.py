@@ -42,8 +42,8 @@ def test_scores_are_those_of_the_equation(num_tokens: int) -> None:
     for head in range(2):
         plain = plain_scores(inputs, head)[8 : num_tokens - 4]
         mean = sum(plain) / len(plain)
-        std = max(math.sqrt(sum((its - mean) ** 2 for its in plain) / len(plain)), 1e-6)
-        expected = torch.tensor([(its - mean) / std for its in plain])
+        std = max(math.sqrt(sum((score - mean) ** 2 for score in plain) / len(plain)), 1e-6)
+        expected = torch.tensor([(score - mean) / std for score in plain])
         torch.testing.assert_close(found[head, 8 : num_tokens - 4], expected, atol=1e-4, rtol=1e-4)
 
 

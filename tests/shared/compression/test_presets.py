@@ -121,7 +121,7 @@ def test_releases_agree_on_what_plans_must_have_and_on_what_is_meant_where_they_
     """A new part may be added to the first list, and a new parameter to the second. All else would keep
     workers and routers of two releases from running one plan together, or have them run two."""
     formats = {**FORMATS, **installed_parts("representation")}
-    may_lack = {name: dict(its.defaults) for name, its in formats.items() if its.defaults}
+    may_lack = {name: dict(fmt.defaults) for name, fmt in formats.items() if fmt.defaults}
     assert may_lack == MAY_LACK
     must_have: dict[str, set[str]] = {}
     for plan in PRESETS.values():

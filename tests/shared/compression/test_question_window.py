@@ -206,8 +206,8 @@ def test_a_question_at_the_end_that_fills_the_window_changes_nothing(method: str
     same = compress_layer(resolved, replace(inputs, question=asked(40, 0)))
     other = compress_layer(resolved, replace(inputs, question=asked(9, 6)))
     assert list(plain) == list(same)
-    assert all(torch.equal(its, same[name]) for name, its in plain.items())
-    assert any(not torch.equal(its, other[name]) for name, its in plain.items())
+    assert all(torch.equal(tensor, same[name]) for name, tensor in plain.items())
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in plain.items())
 
 
 def test_thinks_channels_are_of_these_queries() -> None:

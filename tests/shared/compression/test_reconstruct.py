@@ -65,18 +65,18 @@ def plain_attention(
         end = min(begin + chunk, num_tokens)
         own = [*prompt[:begin][-lead:], *prompt[begin:end]] if lead else prompt[begin:end]
         whole = generator.capture([*prompt, *own])
-        for its in whole.layers:
-            num_kv_heads, group = its.queries.shape[:2]
+        for inputs in whole.layers:
+            num_kv_heads, group = inputs.queries.shape[:2]
             most = torch.zeros(num_kv_heads, end - begin)
             first = range(min(sinks, begin))
             for head in range(num_kv_heads):
                 for member in range(group):
                     for i in range(len(own)):
                         seen = [*first, *range(begin, end), *range(num_tokens, num_tokens + i + 1)]
-                        query = its.queries[head, member, num_tokens + i]
-                        weights = torch.softmax(its.keys[head, seen] @ query * its.scaling, 0)
+                        query = inputs.queries[head, member, num_tokens + i]
+                        weights = torch.softmax(inputs.keys[head, seen] @ query * inputs.scaling, 0)
                         most[head] = torch.maximum(most[head], weights[len(first) :][: end - begin])
-            found[its.layer].append(most)
+            found[inputs.layer].append(most)
     return {layer: torch.cat(parts, 1) for layer, parts in found.items()}
 
 
@@ -99,12 +99,12 @@ def test_attention_is_that_of_a_pass_over_the_prompt_and_its_chunk(
     captured = OneProcessGenerator(model).capture(prompt)
     resolved = resolved_for(model, num_tokens, chunk_tokens=chunk, lead_tokens=lead, sinks=sinks)
     expected = plain_attention(model, prompt, chunk=chunk, lead=lead, sinks=sinks)
-    for its, given in zip(repeated(model, captured, resolved), captured.layers, strict=True):
-        assert its.repeated is not None
-        assert its.repeated.dtype is torch.float32
-        torch.testing.assert_close(its.repeated, expected[its.layer], atol=1e-4, rtol=1e-3)
-        assert its.keys is given.keys
-        assert its.queries is given.queries
+    for inputs, given in zip(repeated(model, captured, resolved), captured.layers, strict=True):
+        assert inputs.repeated is not None
+        assert inputs.repeated.dtype is torch.float32
+        torch.testing.assert_close(inputs.repeated, expected[inputs.layer], atol=1e-4, rtol=1e-3)
+        assert inputs.keys is given.keys
+        assert inputs.queries is given.queries
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2", "granitemoeshared", "deepseek_v3"])
@@ -114,17 +114,19 @@ def test_models_with_states_windows_and_latent_rows(family: str, tmp_path: Path)
     model = load_model(FAMILIES[family].save(tmp_path), device="cpu")
     prompt = prompt_of(45, seed=3)
     captured = OneProcessGenerator(model).capture(prompt)
-    before = {layer: {name: its.clone() for name, its in of.items()} for layer, of in captured.states.items()}
+    before = {
+        layer: {name: tensor.clone() for name, tensor in of.items()} for layer, of in captured.states.items()
+    }
     resolved = resolved_for(model, 45, method="kvzip", chunk_tokens=20, lead_tokens=3)
     expected = plain_attention(model, prompt, chunk=20, lead=3, sinks=8)
-    for its in repeated(model, captured, resolved):
-        if model.spec.layer(its.layer).window:
-            assert its.repeated is None
+    for inputs in repeated(model, captured, resolved):
+        if model.spec.layer(inputs.layer).window:
+            assert inputs.repeated is None
             continue
-        assert its.repeated is not None
-        torch.testing.assert_close(its.repeated, expected[its.layer], atol=1e-3, rtol=1e-2)
+        assert inputs.repeated is not None
+        torch.testing.assert_close(inputs.repeated, expected[inputs.layer], atol=1e-3, rtol=1e-2)
     for layer, of in before.items():
-        assert all(torch.equal(its, captured.states[layer][name]) for name, its in of.items())
+        assert all(torch.equal(tensor, captured.states[layer][name]) for name, tensor in of.items())
 
 
 def test_skipped_layers_are_not_scored(model: TransformersModel) -> None:
@@ -135,7 +137,7 @@ def test_skipped_layers_are_not_scored(model: TransformersModel) -> None:
     )  # fmt: skip
     captured = OneProcessGenerator(model).capture(prompt_of(30, seed=1))
     found = repeated(model, captured, resolved)
-    assert [its.layer for its in found if its.repeated is None] == [1]
+    assert [inputs.layer for inputs in found if inputs.repeated is None] == [1]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_chunks_of_a_full_window_are_shorter_and_give_scores_of_every_token() ->
         before_chunk=begins.append,
     )  # fmt: skip
     assert begins == [0, 64, 128]
-    assert all(its.repeated is not None and its.repeated.shape[1] == 150 for its in found)
+    assert all(inputs.repeated is not None and inputs.repeated.shape[1] == 150 for inputs in found)
 
 
 def test_a_caller_may_end_it_before_any_chunk(model: TransformersModel) -> None:
@@ -224,10 +226,10 @@ def test_scores_are_z_scores_of_logarithms_between_the_protected_tokens(num_toke
     assert found.dtype is torch.float32
     assert found.isinf().tolist() == [[t < 8 or t >= num_tokens - 4 for t in range(num_tokens)]] * 2
     for head in range(2):
-        logs = [math.log(max(float(its), 1e-12)) for its in inputs.repeated[head, 8 : num_tokens - 4]]
+        logs = [math.log(max(float(weight), 1e-12)) for weight in inputs.repeated[head, 8 : num_tokens - 4]]
         mean = sum(logs) / len(logs)
-        std = max(math.sqrt(sum((its - mean) ** 2 for its in logs) / len(logs)), 1e-6)
-        expected = torch.tensor([(its - mean) / std for its in logs])
+        std = max(math.sqrt(sum((log - mean) ** 2 for log in logs) / len(logs)), 1e-6)
+        expected = torch.tensor([(log - mean) / std for log in logs])
         torch.testing.assert_close(found[head, 8 : num_tokens - 4], expected, atol=1e-4, rtol=1e-4)
 
 

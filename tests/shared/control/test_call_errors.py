@@ -218,4 +218,4 @@ async def test_a_service_that_answers_a_caller_which_has_left_is_no_error(
             assert await call.read()
             call.cancel()
             await eventually(lambda: decode.num_closed == 1)
-    assert [its for its in logs if its["log_level"] == "error"] == []
+    assert [entry for entry in logs if entry["log_level"] == "error"] == []

@@ -117,7 +117,9 @@ def test_fields_of_the_earlier_release_have_their_number_and_type(earlier: Any) 
         kind = field.message_type or field.enum_type
         return field.name, field.type, field.is_repeated, kind.full_name if kind is not None else ""
 
-    today = {its.full_name: its for its in _all(control_pb2.DESCRIPTOR.message_types_by_name.values())}
+    today = {
+        message.full_name: message for message in _all(control_pb2.DESCRIPTOR.message_types_by_name.values())
+    }
     compared = 0
     for name, kind in earlier.items():
         new = today[name]
@@ -126,7 +128,9 @@ def test_fields_of_the_earlier_release_have_their_number_and_type(earlier: Any) 
         for field in kind.DESCRIPTOR.fields:
             now = new.fields_by_number.get(field.number)
             if now is None:
-                assert any(its.start <= field.number < its.end for its in reserved.reserved_range), (
+                assert any(
+                    interval.start <= field.number < interval.end for interval in reserved.reserved_range
+                ), (
                     name,
                     field.name,
                 )

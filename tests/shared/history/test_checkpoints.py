@@ -32,11 +32,11 @@ def test_the_longest_checkpoint_within_a_limit_is_found() -> None:
 def test_a_record_keeps_the_ends_of_its_last_turns_and_of_its_last_prompt() -> None:
     every = [At(10 * i + 5 * ends, bool(ends)) for i in range(1, 13) for ends in (0, 1)]
     kept = thinned(reversed(every))
-    assert [its.num_tokens for its in kept if its.ends_turn] == [
+    assert [checkpoint.num_tokens for checkpoint in kept if checkpoint.ends_turn] == [
         10 * i + 5 for i in range(13 - MAX_TURN_ENDS, 13)
     ]
-    assert [its.num_tokens for its in kept if not its.ends_turn] == [120]
-    assert list(kept) == sorted(kept, key=lambda its: its.num_tokens)
+    assert [checkpoint.num_tokens for checkpoint in kept if not checkpoint.ends_turn] == [120]
+    assert list(kept) == sorted(kept, key=lambda checkpoint: checkpoint.num_tokens)
     # and that from which other sessions may continue
     exact = thinned(every, num_exact=19)
     assert set(exact) - set(kept) == {At(15, True)}
@@ -111,14 +111,14 @@ def test_a_branch_drops_the_checkpoints_after_it_and_counts_every_byte() -> None
     record = store.record(session("a"))
     assert record is not None
     # the first prompt's end is still exact, so that other sessions may continue from it
-    assert [its.num_tokens for its in record.checkpoints] == [40, 43, 45, 46]
+    assert [checkpoint.num_tokens for checkpoint in record.checkpoints] == [40, 43, 45, 46]
     branch = [*prompt, 90, 91, 92, 60]
     turn = store.begin(session("a"), "r2", tuple(branch))
     assert turn.reused_tokens == 43
     run(turn, branch, [94])
     record = store.record(session("a"))
     assert record is not None
-    assert [its.num_tokens for its in record.checkpoints] == [40, 43, 44, 45]
+    assert [checkpoint.num_tokens for checkpoint in record.checkpoints] == [40, 43, 44, 45]
     # whole segments of both branches' common turn, and the new one's
     assert store.size_bytes == (43 + 2) * ROW_BYTES + 4 * STATE_BYTES
     store.drop(session("a"))

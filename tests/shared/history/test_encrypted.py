@@ -30,7 +30,7 @@ def stored(redis_server: Any, tmp_path: Path) -> Callable[[], bytes]:
     def read() -> bytes:
         with redis_server.client() as client:
             dumps = [client.get(key) for key in client.scan_iter() if client.type(key) == b"string"]
-        return b"".join([*dumps, *(its.read_bytes() for its in tmp_path.rglob("*") if its.is_file())])
+        return b"".join([*dumps, *(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())])
 
     return read
 

@@ -46,8 +46,8 @@ def test_the_next_layer_is_prepared_while_this_one_is_computed(tier: str, tmp_pa
         assert keys is not None
         assert torch.equal(keys, 2 * rows(layer, PROMPT[:reused], 0))
         # without a further call: it was begun with this one
-        assert all(its.wait(WAIT_S) for its in prepared[: layer + 2])
-        assert not any(its.is_set() for its in prepared[layer + 2 :])
+        assert all(event.wait(WAIT_S) for event in prepared[: layer + 2])
+        assert not any(event.is_set() for event in prepared[layer + 2 :])
     assert threads == {"kvferry-history-memory" if tier == "memory" else "kvferry-history-disk"}
     turn.abort()
     worker.store.close()

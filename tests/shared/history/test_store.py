@@ -240,9 +240,11 @@ def test_nothing_is_remembered_of_a_session_that_is_gone(store: HistoryStore) ->
     with pytest.raises(SessionNotFound):
         dropped.commit((1, 2, 3, 4))
     assert not store.turns
-    containers = [its for its in vars(store.records).values() if isinstance(its, dict | set)]
+    containers = [
+        container for container in vars(store.records).values() if isinstance(container, dict | set)
+    ]
     assert store.records.busy in containers
-    assert not any(A in its for its in containers)
+    assert not any(A in container for container in containers)
 
 
 def test_a_drop_during_a_first_turn_wins(store: HistoryStore) -> None:

@@ -306,12 +306,12 @@ def test_nothing_is_remembered_of_a_session_that_was_lost_and_dropped_while_redi
     finally:
         redis_server.resume()
     (tier,) = worker.store._tiers
-    containers = [its for its in vars(tier).values() if isinstance(its, dict | set)]
+    containers = [container for container in vars(tier).values() if isinstance(container, dict | set)]
     assert tier._rebuilds in containers
 
     def is_forgotten() -> bool:
         worker.store.sweep()
-        return not any(A in its for its in containers)
+        return not any(A in container for container in containers)
 
     until(is_forgotten)
     with redis_server.client() as admin:

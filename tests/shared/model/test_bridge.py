@@ -121,8 +121,14 @@ def test_logits_of_all_the_prompts_tokens_are_transformers_own(
     last = model.prefill(
         token_ids, start=0, observer=Recorder(), on_logits=lambda first, logits: parts.append((first, logits))
     )
-    assert [(first, its.shape[0]) for first, its in parts] == [(0, 10), (10, 10), (20, 10), (30, 10), (40, 5)]
-    logits = torch.cat([its for _, its in parts])
+    assert [(first, rows.shape[0]) for first, rows in parts] == [
+        (0, 10),
+        (10, 10),
+        (20, 10),
+        (30, 10),
+        (40, 5),
+    ]
+    logits = torch.cat([rows for _, rows in parts])
     expected = own_logits(folder, token_ids, dtype=torch.float32)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(logits[-1], last, atol=2e-4, rtol=1e-4)
@@ -264,7 +270,7 @@ def test_a_pass_within_another_ones_layer_changes_neither(tiny_model_dir: TinyMo
     outer = model.prefill(outer_ids, start=0, observer=Interrupted())
     assert torch.equal(outer, alone[0])
     assert len(inner) == model.spec.num_layers
-    assert all(torch.equal(its, alone[1]) for its in inner)
+    assert all(torch.equal(logits, alone[1]) for logits in inner)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
@@ -279,9 +285,9 @@ def test_a_twin_runs_passes_of_its_own_over_the_same_weights(
     expected = model.prefill(token_ids, start=0, observer=Recorder())
     with ThreadPoolExecutor(2) as threads:
         passes = [
-            threads.submit(its.prefill, token_ids, start=0, observer=Recorder())
+            threads.submit(instance.prefill, token_ids, start=0, observer=Recorder())
             for _ in range(10)
-            for its in (model, twin)
+            for instance in (model, twin)
         ]
         assert all(torch.equal(each.result(timeout=60), expected) for each in passes)
 

@@ -123,8 +123,8 @@ class Client:
     def __init__(self, home: Path, url: str) -> None:
         self.home = home
         own = {
-            name: its
-            for name, its in os.environ.items()
+            name: value
+            for name, value in os.environ.items()
             if not name.startswith(("HF_", "TRANSFORMERS_OFFLINE"))
         }
         self.environment = {**own, "HF_HOME": str(home), "HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1"}

@@ -52,7 +52,7 @@ def test_it_is_not_used_where_it_is_wrong_or_raises(
     monkeypatch.setattr(flash_attention, "causal_attention", fault)
     assert not use_flash_attention_3(CPU)
     assert current_flash_attention_impl() is None
-    assert [its.message.partition(":")[0] for its in caplog.records] == ["FlashAttention 3 is not used"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["FlashAttention 3 is not used"]
 
 
 @pytest.mark.usefixtures("hopper")

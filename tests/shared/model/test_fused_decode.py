@@ -13,7 +13,7 @@ from kvtest.tiny_models import make_model
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.decoder_ops.native import MAX_ROWS, PRODUCTS
+from kvferry.kernels.decoder_ops.native import PRODUCTS
 from kvferry.kernels.native.library import KINDS, Product, is_available, library
 from kvferry.kernels.quarantine import quarantined, state
 from kvferry.shared.model.bridge import TransformersModel
@@ -98,15 +98,15 @@ def products_of(model: TransformersModel) -> list[Product]:
     assert model._fused is not None
     native = model._fused._native
     assert native is not None
-    return [native._head, *(getattr(its, name) for its in native._layers for name in PRODUCTS)]
+    return [native._head, *(getattr(layer, name) for layer in native._layers for name in PRODUCTS)]
 
 
 @pytest.mark.skipif(not is_available(), reason="this machine has no C compiler")
-@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("num_rows", [*range(1, 9), 33])
 def test_every_batch_of_native_code_computes_each_row_alone(tmp_path: Path, num_rows: int) -> None:
     model = load(tmp_path, "llama")
     tokens = 7 * torch.arange(num_rows) + 3
-    positions = 250 * torch.arange(num_rows) + 1
+    positions = 250 * torch.arange(num_rows) % 1900 + 1
 
     def attention(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: object) -> Tensor:
         return queries * 0.5 + (keys + values)[:, :, None]
@@ -114,9 +114,7 @@ def test_every_batch_of_native_code_computes_each_row_alone(tmp_path: Path, num_
     together = model.decode(tokens, positions, attention=attention)
     for row in range(num_rows):
         alone = model.decode(tokens[row, None], positions[row, None], attention=attention)
-        torch.testing.assert_close(together[row], alone[0], rtol=1e-5, atol=1e-5)
-    assert model._fused is not None
-    assert not model._fused.runs_natively(MAX_ROWS + 1)
+        assert torch.equal(together[row], alone[0])
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -156,22 +154,22 @@ def join_products(model: TransformersModel) -> list[JoinedProducts]:
     """As on a GPU."""
     assert model._fused is not None
     model._fused.join_products()
-    joined = [its for pair in model._fused._products for its in pair]
-    return [its for its in joined if isinstance(its, JoinedProducts)]
+    joined = [product for pair in model._fused._products for product in pair]
+    return [product for product in joined if isinstance(product, JoinedProducts)]
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_joined_weights_give_the_modules_logits_and_take_no_memory(tmp_path: Path, name: str) -> None:
     model = load(tmp_path, name)
     expected, tokens = logits_of(model, "torch")
-    kept = {key: its.clone() for key, its in model._model.state_dict().items()}
+    kept = {key: tensor.clone() for key, tensor in model._model.state_dict().items()}
     num_layers = len(model._model.get_decoder().layers)
     assert len(join_products(model)) == 2 * num_layers
-    for key, its in model._model.state_dict().items():
-        assert torch.equal(its, kept[key]), key
+    for key, tensor in model._model.state_dict().items():
+        assert torch.equal(tensor, kept[key]), key
     attention = model._model.get_decoder().layers[0].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert len({its.untyped_storage().data_ptr() for its in parts}) == 1
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     # the twin of a worker in the same process finds them joined
     again = side_by_side(parts)
     assert again.data_ptr() == parts[0].data_ptr()

@@ -87,7 +87,7 @@ def test_a_file_s_logits_are_transformers_own(
     source = make_gguf_source(family, tmp_path / "source")
     file = write_gguf(source, tmp_path / "tiny.gguf", kind=kind)
     folder = resolve_model_path(file, weights=True)
-    assert {its.dtype for its in load_file(folder / "model.safetensors").values()} == {dtype}
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
     found = logits(folder)
     assert torch.equal(found, logits(tmp_path, gguf_file=file.name, dtype=dtype))
     expected = logits(source)
@@ -111,7 +111,7 @@ def test_texts_and_chats_have_the_tokens_of_the_model_s_own_tokenizer(source: Pa
         assert found(text).input_ids == own(text).input_ids
         assert found.decode(found(text).input_ids) == own.decode(own(text).input_ids)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    shown = [its.apply_chat_template(chat, tokenize=False) for its in (found, own)]
+    shown = [tokenizer.apply_chat_template(chat, tokenize=False) for tokenizer in (found, own)]
     assert shown[0] == shown[1]
 
 
@@ -303,7 +303,7 @@ def test_a_file_that_is_not_there_is_not_sought_on_the_hub(tmp_path: Path) -> No
 def test_smollm2_is_the_file_of_its_package() -> None:
     folder = resolve_model_path("smollm2", weights=False)
     described = json.loads((folder / "config.json").read_text())
-    shape = [described[its] for its in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")]
+    shape = [described[key] for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")]
     assert shape == [30, 9, 3]
     assert described["dtype"] == "bfloat16"
     tokenizer = ChatTokenizer.load("smollm2")

@@ -15,8 +15,8 @@ MISSING = [name for name in ("gptqmodel", "optimum", "accelerate") if find_spec(
 @pytest.mark.timeout(900)  # gptqmodel compiles its kernels
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_tokens_are_those_of_generate_and_weights_stay_quantised(method: str, tmp_path: Path) -> None:
-    its = make_and_load(method, tmp_path)
-    assert its.weights == f"{method} int4"
-    assert len(set(its.expected)) > 20
-    assert its.tokens == its.expected
-    assert its.stored_bytes < 0.7 * its.num_weights, "of float32 weights it would be 4"
+    loaded = make_and_load(method, tmp_path)
+    assert loaded.weights == f"{method} int4"
+    assert len(set(loaded.expected)) > 20
+    assert loaded.tokens == loaded.expected
+    assert loaded.stored_bytes < 0.7 * loaded.num_weights, "of float32 weights it would be 4"

@@ -51,7 +51,7 @@ def own_model(folder: Path) -> Any:
 def test_rows_and_scores_are_those_of_the_models_own_queries_and_keys(folder: Path) -> None:
     """Absorbed queries and latent rows give the attention of expanded ones, with the model's own scale."""
     own, model, seen = own_model(folder), load_model(folder, device="cpu", max_model_len=256), Recorder()
-    modules = [its for its in own.modules() if hasattr(its, "expand_kv")]
+    modules = [module for module in own.modules() if hasattr(module, "expand_kv")]
     weights: list[Tensor] = []
     for attention in modules:
         attention.register_forward_hook(lambda _, __, output: weights.append(output[1]))
@@ -100,9 +100,9 @@ def test_the_observer_is_given_as_many_of_the_last_queries_as_asked_for(tmp_path
             model.prefill(TOKENS, start=0, observer=Observer())
             model.prefill(TOKENS, start=0, observer=Observer(), num_queries=wanted)
             whole, last = given[: model.spec.num_layers], given[model.spec.num_layers :]
-            for its, expected in zip(last, whole, strict=True):
-                assert its.shape[2] == min(wanted, 61)
-                torch.testing.assert_close(its, expected[:, :, -wanted:], atol=1e-5, rtol=1e-5)
+            for observed, expected in zip(last, whole, strict=True):
+                assert observed.shape[2] == min(wanted, 61)
+                torch.testing.assert_close(observed, expected[:, :, -wanted:], atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_expanded_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_leverage_of_latent_rows_is_that_of_all_heads_expanded_keys(tmp_path: Pa
     model, seen = load_model(FAMILIES["deepseek_v2"].save(tmp_path), device="cpu"), Recorder()
     model.prefill(TOKENS, start=0, observer=seen)
     own = own_model(tmp_path)
-    modules = [its for its in own.modules() if hasattr(its, "expand_kv")]
+    modules = [module for module in own.modules() if hasattr(module, "expand_kv")]
     for layer, (_, keys, _) in enumerate(seen.layers):
         rows = model.pre_rope_keys(layer, keys)
         with torch.no_grad():
@@ -162,12 +162,12 @@ def test_a_twin_shares_the_projections_weights(tmp_path: Path) -> None:
 
 def test_transformers_expands_rows_in_one_method_between_its_cache_and_its_attention(folder: Path) -> None:
     own = own_model(folder)
-    for attention in (its for its in own.modules() if hasattr(its, "expand_kv")):
+    for attention in (module for module in own.modules() if hasattr(module, "expand_kv")):
         assert list(inspect.signature(attention.expand_kv).parameters)[1:] == ["k_rot"]
         source = inspect.getsource(type(attention).forward)
         cache, expand, attend = (
-            source.index(its)
-            for its in ("past_key_values.update(", "self.expand_kv(", "= attention_interface(")
+            source.index(call)
+            for call in ("past_key_values.update(", "self.expand_kv(", "= attention_interface(")
         )
         assert cache < expand < attend
         keys, values = attention.expand_kv(torch.randn(2, 1, 5, RANK), torch.randn(2, 1, 5, ROTARY))
@@ -186,7 +186,7 @@ def test_a_model_without_that_method_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_projections_that_are_no_plain_matrix_are_refused(tmp_path: Path) -> None:
     own = own_model(FAMILIES["deepseek_v3"].save(tmp_path))
-    attention = next(its for its in own.modules() if hasattr(its, "expand_kv"))
+    attention = next(module for module in own.modules() if hasattr(module, "expand_kv"))
     attention.kv_b_proj = nn.Linear(RANK, 8 * 24)
     with pytest.raises(UnsupportedModel, match=r"it must be a torch\.nn\.Linear without a bias"):
         pass_latent_rows(own)

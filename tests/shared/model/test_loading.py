@@ -65,7 +65,7 @@ def test_a_checkpoint_that_names_no_dtype_of_ours_is_counted_as_it_is_computed(
     llama_copy: Path, stored: str | None, counted: int
 ) -> None:
     config = json.loads((llama_copy / "config.json").read_text())
-    config = {name: its for name, its in config.items() if name not in ("dtype", "torch_dtype")}
+    config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
     (llama_copy / "config.json").write_text(json.dumps({**config, **({"dtype": stored} if stored else {})}))
     spec = load_model(llama_copy, device="cpu", dtype="float32").spec
     assert spec.full_bytes(7) * 4 == 7 * spec.kv_token_bytes * counted

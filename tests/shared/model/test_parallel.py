@@ -105,10 +105,10 @@ def assert_same_passes(model: LanguageModel, one: LanguageModel) -> None:
     logits = model.prefill(ids(9, 2), start=70, observer=more, num_queries=3)
     expected_logits = one.prefill(ids(9, 2), start=70, observer=more_expected, num_queries=3)
     torch.testing.assert_close(logits, expected_logits, **TOLERANCE)
-    for layers, its in ((first, expected), (more, more_expected)):
-        assert layers.given.keys() == its.given.keys() == set(range(one.spec.num_layers))
+    for layers, reference in ((first, expected), (more, more_expected)):
+        assert layers.given.keys() == reference.given.keys() == set(range(one.spec.num_layers))
         for layer, given in layers.given.items():
-            torch.testing.assert_close(given, its.given[layer], **TOLERANCE)
+            torch.testing.assert_close(given, reference.given[layer], **TOLERANCE)
     step = (ids(3, 3), torch.tensor([4, 40, 9]))
     torch.testing.assert_close(
         model.decode(*step, attention=attention_of(0)),
@@ -163,15 +163,18 @@ def test_passes_of_two_ranks_are_those_of_one(demo: ParallelModel, one: Transfor
 def test_a_part_has_half_of_the_divided_weights(demo: ParallelModel, one: TransformersModel) -> None:
     part = dict(demo._model.named_parameters())
     for name, whole in one._model.named_parameters():
-        its = part[name].to_local() if hasattr(part[name], "to_local") else part[name]
-        assert its.numel() * (1 if "norm" in name else 2) == whole.numel(), name
+        local = part[name].to_local() if hasattr(part[name], "to_local") else part[name]
+        assert local.numel() * (1 if "norm" in name else 2) == whole.numel(), name
 
 
 def test_logits_of_the_prompt_are_those_of_one_rank(demo: ParallelModel, one: TransformersModel) -> None:
     found: list[list[Tensor]] = [[], []]
-    for model, its in zip((demo, one), found, strict=True):
+    for model, parts in zip((demo, one), found, strict=True):
         model.prefill(
-            ids(40, 1), start=0, observer=Layers(), on_logits=lambda first, rows, its=its: its.append(rows)
+            ids(40, 1),
+            start=0,
+            observer=Layers(),
+            on_logits=lambda first, rows, parts=parts: parts.append(rows),
         )
     torch.testing.assert_close(torch.cat(found[0]), torch.cat(found[1]), **TOLERANCE)
 
@@ -285,7 +288,7 @@ def test_each_rank_compresses_its_heads(
         whole = compress_layer(plan, formats[layer], inputs)
         number, other = noted.get(timeout=10)
         assert number == layer
-        tensors = {name: torch.from_numpy(its) for name, its in other.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in other.items()}
         for given, part in zip(
             (divided.compressed[layer], tensors), formats[layer].parts(whole, 2), strict=True
         ):
@@ -294,7 +297,7 @@ def test_each_rank_compresses_its_heads(
                 assert torch.equal(given["index"], part["index"])
                 torch.testing.assert_close(given["keys"], part["keys"], **TOLERANCE)
             else:  # rounding may decide which of two tokens gets more bits
-                sizes = [sum(its.numel() for its in tensors.values()) for tensors in (given, part)]
+                sizes = [sum(tensor.numel() for tensor in tensors.values()) for tensors in (given, part)]
                 assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
         torch.testing.assert_close(divided.rows[layer], (keys[:, 70:], values[:, 70:]), **TOLERANCE)
 

@@ -61,8 +61,8 @@ def claimed(tmp_path: Path) -> Callable[..., Path]:
 def tokens_of(model: TransformersModel, prompt: list[int], number: int) -> list[int]:
     plan = plan_for("full")
     return [
-        its.token_id
-        for its in OneProcessGenerator(model).generate(prompt, plan=plan, sampling=greedy(number))
+        token.token_id
+        for token in OneProcessGenerator(model).generate(prompt, plan=plan, sampling=greedy(number))
     ]
 
 
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_the_library_and_a_twin_has_the_same_weights(
     assert tokens_of(model, prompt, 48) == expected
     twin = model.twin()
     assert tokens_of(twin, prompt, 8) == expected[:8]
-    own, shared = ({id(its) for its in _tensors_of(one._model)} for one in (model, twin))
+    own, shared = ({id(tensor) for tensor in _tensors_of(one._model)} for one in (model, twin))
     assert shared == own
 
 
@@ -95,12 +95,12 @@ def test_weights_stay_quantised_after_a_pass(checkpoint: Checkpoint, kind: str) 
     projection = model._model.model.layers[0].mlp.up_proj
     assert isinstance(projection, nn.Linear)
     num_weights = projection.in_features * projection.out_features
-    weights = [its for its in _tensors_of(projection) if its is not projection.bias]
+    weights = [tensor for tensor in _tensors_of(projection) if tensor is not projection.bias]
     unique = {
-        its.data_ptr()
-        if its.layout == torch.strided and not hasattr(its, "__tensor_flatten__")
-        else id(its): its
-        for its in weights
+        weight.data_ptr()
+        if weight.layout == torch.strided and not hasattr(weight, "__tensor_flatten__")
+        else id(weight): weight
+        for weight in weights
     }
     assert sum(map(stored_bytes, unique.values())) < 1.3 * num_weights, "of float32 weights it would be 4"
 
@@ -135,9 +135,9 @@ def test_the_kind_tells_whether_activations_are_quantised(
     checkpoint: Checkpoint, kind: str, told: str
 ) -> None:
     config = AutoConfig.from_pretrained(checkpoint(kind))
-    its = find_quantisation(config)
-    assert its is not None
-    assert its.kind == told
+    quantisation = find_quantisation(config)
+    assert quantisation is not None
+    assert quantisation.kind == told
 
 
 def test_compressed_tensors_take_any_dtype_and_the_others_their_own(checkpoint: Checkpoint) -> None:

@@ -21,7 +21,9 @@ def test_loading_never_holds_the_model_in_full_precision(kind: str, tmp_path: Pa
     """One kind of each library; `benchmarks/quantised_load.py` measures all."""
     large = make_config("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=6)
     folder = save_quantised(kind, tmp_path / "large", large)
-    its = measure_load(folder, warm_up=save_quantised(kind, tmp_path / "tiny"))
-    assert its.full_precision > 100 << 20, "a copy would be seen"
-    assert its.bound < its.stored + its.full_precision, "what a whole copy would take beside the mapped file"
-    assert its.peak < its.bound
+    memory = measure_load(folder, warm_up=save_quantised(kind, tmp_path / "tiny"))
+    assert memory.full_precision > 100 << 20, "a copy would be seen"
+    assert memory.bound < memory.stored + memory.full_precision, (
+        "what a whole copy would take beside the mapped file"
+    )
+    assert memory.peak < memory.bound

@@ -152,7 +152,7 @@ def test_a_message_that_repeats_the_templates_words_is_found_at_its_place() -> N
 
 def calling(*ids: str) -> dict[str, Any]:
     function = {"name": "look", "arguments": {}}
-    calls = [{"id": its, "type": "function", "function": function} for its in ids]
+    calls = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -261,7 +261,7 @@ def test_a_continued_session_has_it_among_the_new_tokens() -> None:
     messages = [*asked, ChatMessage("user", "and today?")]
     prompt = render_conversation(tokenizer, messages, recorded=recorded)
     assert prompt.token_ids[: len(token_ids)] == token_ids
-    question = find_question(tokenizer, [its.for_template() for its in messages], prompt.token_ids)
+    question = find_question(tokenizer, [message.for_template() for message in messages], prompt.token_ids)
     assert texts(tokenizer, prompt.token_ids, question) == ("and today?", AFTER["chatml"])
 
 

@@ -42,7 +42,7 @@ class Observer:
     def load(self, layer: int) -> dict[str, Tensor] | None:
         if self._earlier is None:
             return None
-        return {name: its.clone() for name, its in self._earlier.states[layer].items()}
+        return {name: tensor.clone() for name, tensor in self._earlier.states[layer].items()}
 
     def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
         self.states[layer] = state
@@ -86,11 +86,11 @@ def test_a_prompt_in_parts_and_token_by_token_ends_in_the_states_of_the_whole(
         by_token = Observer(by_token)
         logits_of(model, prompt[position : position + 1], position, by_token)
     assert whole.order == expected_order(model)
-    for layer, its in whole.states.items():
+    for layer, state in whole.states.items():
         specs = [(spec.name, spec.shape, f"torch.{spec.dtype}") for spec in model.spec.layers[layer].state]
-        assert [(name, tuple(t.shape[1:]), str(t.dtype)) for name, t in its.items()] == specs
+        assert [(name, tuple(t.shape[1:]), str(t.dtype)) for name, t in state.items()] == specs
         for parts in (second, by_token):
-            assert all(torch.allclose(parts.states[layer][n], t, atol=1e-3) for n, t in its.items())
+            assert all(torch.allclose(parts.states[layer][n], t, atol=1e-3) for n, t in state.items())
 
 
 @pytest.mark.parametrize("name", WITHOUT_INITIAL_STATE)

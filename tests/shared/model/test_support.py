@@ -123,7 +123,9 @@ def test_families_that_do_not_hand_on_our_argument_need_their_adapter(
     config = getattr(transformers, f"{family}Config")(**{**tiny_models._COMMON, "head_dim": 8})
     folder = tiny_models.save_model(config, tmp_path)
     model, token_ids = load_model(folder, device="cpu"), torch.arange(9, 19)
-    logits = [its.prefill(token_ids, start=0, observer=_Observer()) for its in (model, model.twin())]
+    logits = [
+        instance.prefill(token_ids, start=0, observer=_Observer()) for instance in (model, model.twin())
+    ]
     assert torch.equal(*logits)
     monkeypatch.setattr(adapters, "ADAPTERS", {})
     with pytest.raises(UnsupportedModel, match="does not pass"):

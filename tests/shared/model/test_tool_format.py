@@ -44,9 +44,9 @@ ONE = CallPiece(name="f", arguments='{"a": [1, "é"]}', is_last=True)
 TWO = CallPiece(name="g", arguments="{}", is_last=True)
 CUT = CallPiece(name="f", arguments='{"a": [1, "')
 BROKEN = CallPiece(name="f", arguments='{"a": [1; "é"]}}')
-JSON_ONE, JSON_TWO = (f'{{"name": "{its.name}", "arguments": {its.arguments}}}' for its in (ONE, TWO))
+JSON_ONE, JSON_TWO = (f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in (ONE, TWO))
 NO_CALL, REVERSED = "<tool_call>no</tool_call>", '<tool_call>{"arguments": {}, "name": "g"}</tool_call>'
-CALL_ONE, CALL_TWO = (f"<tool_call>{its}</tool_call>" for its in (JSON_ONE, JSON_TWO))
+CALL_ONE, CALL_TWO = (f"<tool_call>{text}</tool_call>" for text in (JSON_ONE, JSON_TWO))
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
@@ -89,7 +89,7 @@ JSON_VALUES = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False)
-    | st.text().filter(lambda its: "\0" not in its),
+    | st.text().filter(lambda text: "\0" not in text),
     st.lists,
     max_leaves=6,
 )
@@ -104,7 +104,7 @@ OBJECTS = st.dictionaries(st.text(), JSON_VALUES, max_size=4)
 def test_arguments_come_as_they_are_written(calls, indent, cuts):
     reader = CallReader(CallForm(name_key="name", arguments_key="arguments", is_list=True))
     listed = [
-        {**{f"-{key}": its for key, its in others.items()}, "name": name, "arguments": arguments}
+        {**{f"-{key}": value for key, value in others.items()}, "name": name, "arguments": arguments}
         for name, arguments, others in calls
     ]
     text = json.dumps(listed, indent=indent, ensure_ascii=False)
@@ -114,8 +114,8 @@ def test_arguments_come_as_they_are_written(calls, indent, cuts):
     assert sum(piece.is_last for piece in pieces) == len(calls)
     joined = "".join("\0" * (piece.name is not None) + piece.arguments for piece in pieces)
     written = joined.split("\0")[1:]
-    assert [json.loads(its) for its in written] == [arguments for _, arguments, _ in calls]
-    assert all(its in text for its in written)
+    assert [json.loads(raw) for raw in written] == [arguments for _, arguments, _ in calls]
+    assert all(raw in text for raw in written)
     assert reader.rest.strip("] \n") == ""
 
 

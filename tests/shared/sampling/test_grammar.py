@@ -230,8 +230,8 @@ def test_a_batch_draws_what_each_draws_alone_and_neighbours_are_untouched(compil
         batch.refill()
         tokens, valid = batch.sample(logits, torch.ones(4, dtype=torch.int64), batch.flavour)
         assert valid.all()
-        assert tokens.tolist() == [its.sample(logits[i]).token_id for i, its in enumerate(alone)]
-        free = [its.sample(logits[i]).token_id for i, its in enumerate(unmasked)]
+        assert tokens.tolist() == [each.sample(logits[i]).token_id for i, each in enumerate(alone)]
+        free = [each.sample(logits[i]).token_id for i, each in enumerate(unmasked)]
         assert tokens[[0, 2]].tolist() == [free[0], free[2]]
         for sampler, token in zip(placed, tokens.tolist(), strict=True):
             sampler.observe(token)

@@ -71,9 +71,9 @@ def test_every_tensor_in_order_in_any_pieces_completes(
 ) -> None:
     cursor = TransferCursor(len(shapes))
     num_blocks = total_bytes = 0
-    for layer, its in enumerate(shapes):
+    for layer, entries in enumerate(shapes):
         assert not is_complete(cursor)
-        header = layer_of(layer, *its)
+        header = layer_of(layer, *entries)
         total = tensor_starts(header)[-1]
         sent = data.draw(st.binary(min_size=total, max_size=total))
         offset = data.draw(st.integers(0, total))

@@ -100,20 +100,22 @@ def test_a_ring_never_gives_bytes_twice_and_always_has_room_once_it_is_read(
     case: tuple[int, list[int]],
 ) -> None:
     size, messages = case
-    its = Ring(size)
+    allocator = Ring(size)
     in_use: list[range] = []
     for num_bytes in messages:
-        position = its.place(num_bytes)
+        position = allocator.place(num_bytes)
         if position is None:
             # Everything is read; what was read last, less than a quarter of the ring, is not reported.
-            its.freed = min(part.stop for part in in_use if its.used - part.stop < max(1, size // 4))
-            in_use = [part for part in in_use if part.stop > its.freed]
-            position = its.place(num_bytes)
+            allocator.freed = min(
+                part.stop for part in in_use if allocator.used - part.stop < max(1, size // 4)
+            )
+            in_use = [part for part in in_use if part.stop > allocator.freed]
+            position = allocator.place(num_bytes)
         assert position is not None
         assert position % size + num_bytes <= size
         new = range(position, position + num_bytes)
         assert not {byte % size for part in in_use for byte in part} & {byte % size for byte in new}
-        its.used = new.stop
+        allocator.used = new.stop
         in_use.append(new)
 
 

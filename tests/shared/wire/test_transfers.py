@@ -109,7 +109,9 @@ def test_packed_layers_arrive_whole_and_are_counted_by_kind(
     layers = kit.make_layers(manifest, with_index=False)
     for number, layer in zip((0, 2), packed, strict=True):
         named = packed_tensors(layer).items()
-        layers[number] = [NamedTensor(name=name, tensor=its, kind=Rdkv.kinds[name]) for name, its in named]
+        layers[number] = [
+            NamedTensor(name=name, tensor=tensor, kind=Rdkv.kinds[name]) for name, tensor in named
+        ]
     server, sender = wire.server(sink), wire.sender()
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=credit_bytes)
     transfer = sender.open(ticket, manifest, timeout_s=kit.WAIT_S)
@@ -123,7 +125,7 @@ def test_packed_layers_arrive_whole_and_are_counted_by_kind(
     assert sent["index"] == sizes["index"]
     layout_bytes = 2 * (1 + 8 * 2) * 4  # counted with the manifest and the headers
     assert sent["manifest"] > layout_bytes
-    payload_bytes = sum(its.tensor.nbytes for layer in layers for its in layer)
+    payload_bytes = sum(entry.tensor.nbytes for layer in layers for entry in layer)
     assert sum(sent.values()) - sent["manifest"] == payload_bytes - layout_bytes
 
 
@@ -142,9 +144,9 @@ def test_tensors_of_any_dtype_and_shape_arrive_under_their_names(
             NamedTensor(
                 name=f"tensor_{n}", tensor=torch.full(shape, 1 + n).to(getattr(torch, dtype)), kind="rows"
             )
-            for n, shape in enumerate(its)
+            for n, shape in enumerate(layer_shapes)
         ]
-        for its in shapes
+        for layer_shapes in shapes
     ]
     server, sender = wire.server(sink), wire.sender()
     ticket = kit.make_ticket(manifest, server.endpoint, credit_bytes=7)

@@ -79,7 +79,7 @@ async def test_another_server_gets_whole_conversations(served: Stack) -> None:
     own = await _samples(served.base_url, config)
     other = await _samples(served.base_url, config, is_kvferry=False)
     for turn in range(3):
-        numbers = [sorted(s.prompt_tokens for s in its if s.turn == turn) for its in (own, other)]
+        numbers = [sorted(s.prompt_tokens for s in samples if s.turn == turn) for samples in (own, other)]
         assert numbers[1] == pytest.approx(numbers[0], abs=5 * turn)
 
 

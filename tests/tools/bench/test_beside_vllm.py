@@ -63,7 +63,7 @@ async def test_both_servers_answer_the_whole_load(served: Stack, vllm_url: str, 
         assert servers[name]["median"]["first_token_ms"]["p50"] > 0
     lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     for name in ("url", "beside"):
-        its = [line for line in lines if line["server"] == name]
-        assert len(its) == 2 * 4 * 2
-        assert {line["outcome"] for line in its} == {"complete"}
-        assert {line["output_tokens"] for line in its} == {8}
+        requests = [line for line in lines if line["server"] == name]
+        assert len(requests) == 2 * 4 * 2
+        assert {line["outcome"] for line in requests} == {"complete"}
+        assert {line["output_tokens"] for line in requests} == {8}

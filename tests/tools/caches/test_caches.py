@@ -142,7 +142,7 @@ def test_a_question_after_the_compression_is_answered(model: Any, tokenizer: Any
     whole = torch.cat([ids, question], 1)
     with quiet_libraries():
         options: Any = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        answers = [model.generate(whole, past_key_values=its, **options).tolist() for its in (cache, None)]
+        answers = [model.generate(whole, past_key_values=past, **options).tolist() for past in (cache, None)]
     assert answers[0] == answers[1]
 
 

@@ -58,7 +58,7 @@ def test_a_case_s_bytes_are_those_that_its_kernels_touch(name: str, traffic: Any
     assert case.is_launched
     with traffic.counted_traffic() as found:
         case.run()
-    touched = sum(its.distinct_bytes for its in found.values())
+    touched = sum(kernel_traffic.distinct_bytes for kernel_traffic in found.values())
     assert case.num_bytes <= touched * 1.001
     assert touched <= MOST.get(name, 1.1) * case.num_bytes
 
@@ -77,7 +77,7 @@ def test_each_op_that_runs_as_kernels_or_c_code_has_a_row(monkeypatch: pytest.Mo
     """A GPU's rows, from the C code's and torch's times: there is no GPU here."""
     monkeypatch.setattr(dispatch, "planned_path", lambda op, device, problem=None: "triton")
     monkeypatch.setattr(kernels, "_seconds", lambda case: case.num_bytes / 1e3)
-    findings = {its.check: its for its in kernels.bandwidth_findings(SHAPE)}
+    findings = {finding.check: finding for finding in kernels.bandwidth_findings(SHAPE)}
     assert list(findings) == ["copy", *(f"bandwidth {name}" for name in CASES)]
     for name in CASES:
         slow = findings[f"bandwidth {name}"]
@@ -93,11 +93,11 @@ def test_a_case_that_raises_is_a_finding_and_the_others_are_timed(monkeypatch: p
 
     monkeypatch.setattr(dispatch, "planned_path", lambda op, device, problem=None: "triton")
     monkeypatch.setattr(kernels, "_seconds", spoilt)
-    verdicts = {its.check: its.verdict for its in kernels.bandwidth_findings(SHAPE)}
+    verdicts = {finding.check: finding.verdict for finding in kernels.bandwidth_findings(SHAPE)}
     assert verdicts.pop("bandwidth trizone") == "fail"
     assert set(verdicts.values()) == {"ok"}
 
 
 def test_no_kernel_is_timed_in_the_interpreter(interpreted: None) -> None:
     findings: list[Finding] = list(kernels.bandwidth_findings(SHAPE))
-    assert {its.verdict for its in findings[1:]} == {"skip"}
+    assert {finding.verdict for finding in findings[1:]} == {"skip"}

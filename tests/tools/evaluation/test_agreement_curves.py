@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.models import DEMO_MODEL
 from kvferry.services.launcher import cli
-from kvferry.shared.compression.curves import CurveBook
+from kvferry.shared.compression.curves import CurveBook, load_curves
 from kvferry.shared.model.checkpoint import model_fingerprint
 from kvferry.tools.evaluation.agreement_curves import agreement_curves
 from kvferry.tools.evaluation.config import EvalConfig
@@ -85,7 +85,7 @@ def test_a_router_reads_the_curves_from_the_output_folder(tmp_path: Path) -> Non
     with pytest.raises(SystemExit) as end:
         cli.main(["eval", *arguments, "--out", str(tmp_path)])
     assert end.value.code == 0
-    book = CurveBook.read([tmp_path])
+    book = CurveBook(load_curves(path) for path in tmp_path.glob("*.quality.json"))
     fingerprint = model_fingerprint(DEMO_MODEL, dtype="bfloat16")
     assert book.methods(fingerprint) == ("random", "rdkv")
     random, rdkv = (book.find(fingerprint, method) for method in ("random", "rdkv"))

@@ -124,7 +124,7 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
     held, spec = 0, model.spec
     for layer, tensors in zip(continuation.resolved.layers, continuation.compressed, strict=True):
         # a packed layer's counts are not stored; what evicts keeps its scores as they travel
-        held += sum(its.nbytes for name, its in tensors.items() if name != "layout")
+        held += sum(tensor.nbytes for name, tensor in tensors.items() if name != "layout")
         if "index" in tensors:
             assert tensors["index"].dtype is (torch.uint8 if "layout" in tensors else torch.int32)
         if layer.attention.name in EVICTIONS:
@@ -134,7 +134,7 @@ def test_kept_bytes_are_those_of_the_tensors_held(model: TransformersModel, meth
         shape = make_formats(spec, continuation.resolved)[0].shape
         packed = layer.representation.name in ("rdkv", "packed")
         specs = make_attention(layer.attention).specs(shape, layer.rows, packed=packed)
-        held += sum(its.size_bytes for its in specs)
+        held += sum(tensor_spec.size_bytes for tensor_spec in specs)
     kept = kept_bytes(model.spec, continuation.resolved)
     if plan.representation.name == "rows":
         assert kept == held

@@ -42,7 +42,10 @@ def test_packed_prompts_come_close_to_the_target_and_never_exceed_it(
         held = {"kept": sizes.kept, "read": sizes.read}[match]
         assert 0.9 * target <= held <= target
         assert held == sum(
-            its.nbytes for layer in continuation.compressed for name, its in layer.items() if name != "layout"
+            tensor.nbytes
+            for layer in continuation.compressed
+            for name, tensor in layer.items()
+            if name != "layout"
         )
 
 

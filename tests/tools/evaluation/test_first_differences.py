@@ -31,9 +31,9 @@ def records_of(experiment: Experiment, num_same: Sequence[int | None]) -> dict[K
     found = {}
     for unit, same in zip(experiment.units(), num_same, strict=True):
         for contender in experiment.contenders:
-            its = 5 if contender.method == "full" else same
+            count = 5 if contender.method == "full" else same
             turn = TurnScore(
-                exact=its == 5, contained=False, nll=0, agreement=float(its == 5), text="", num_same=its
+                exact=count == 5, contained=False, nll=0, agreement=float(count == 5), text="", num_same=count
             )
             key = Key.of("model", experiment, unit, "aware", contender)
             found[key] = Record(key=key, turns=(turn,), kept_bytes=1, read_bytes=1, full_bytes=1)

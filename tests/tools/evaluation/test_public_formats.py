@@ -81,7 +81,7 @@ def test_longbench_records_are_scored_by_their_data_set(tmp_path: Path) -> None:
     assert example.document == "A sailor lives there."
     assert example.references[0].score == "f1"
     scores = [read(tmp_path, longbench_record(name, all_classes=["a", "b"]))[0] for name in LONGBENCH]
-    assert {its.references[0].score for its in scores} == {
+    assert {each.references[0].score for each in scores} == {
         "f1", "rouge_l", "classification", "retrieval", "edit_similarity",
     }  # fmt: skip
     assert read(tmp_path, longbench_record("qasper_e"))[0].references[0].score == "f1"

@@ -66,8 +66,10 @@ ANSWERS = {
 
 def found(recommendations: Sequence[Recommendation]) -> list[tuple[str, str, str] | None]:
     return [
-        (its.by, its.found.method, its.found.budget) if its.found is not None else None
-        for its in recommendations
+        (recommendation.by, recommendation.found.method, recommendation.found.budget)
+        if recommendation.found is not None
+        else None
+        for recommendation in recommendations
     ]
 
 
@@ -179,4 +181,4 @@ def test_a_run_ends_with_the_recommendation(tmp_path: Path, capsys: pytest.Captu
     assert all(line in shown for line in lines)
     result = json.loads((tmp_path / "results.json").read_text())
     assert result["max_loss"] == 2.5
-    assert [its["by"] for its in result["recommendations"]] == ["kept", "read"]
+    assert [entry["by"] for entry in result["recommendations"]] == ["kept", "read"]

@@ -87,7 +87,7 @@ def needed(library: Path) -> list[str]:
         struct.unpack_from("<4xI16xQQI", data, at)
         for at in range(sections_at, sections_at + size * count, size)
     ]
-    ((_, start, length, number),) = [its for its in sections if its[0] == 6]
+    ((_, start, length, number),) = [section for section in sections if section[0] == 6]
     names = sections[number][1]
     entries = struct.iter_unpack("<qQ", data[start : start + length])
     at = [names + value for tag, value in entries if tag == 1]
@@ -99,7 +99,9 @@ def test_what_a_c_compiler_built_is_loaded_with_the_driver_s_library(prebuilt: P
     """Else its calls of the driver are not found, and nothing of it can be loaded on a machine with a GPU."""
     built = list(prebuilt.rglob("*.so"))
     assert len(built) >= 2
-    assert {its.name: "libcuda.so.1" in needed(its) for its in built} == {its.name: True for its in built}
+    assert {library.name: "libcuda.so.1" in needed(library) for library in built} == {
+        library.name: True for library in built
+    }
 
 
 @pytest.mark.timeout(600)

@@ -37,7 +37,7 @@ def test_parameters_are_counted_and_of_experts_the_chosen_ones_are_active(tmp_pa
 
     config = FAMILIES["mixtral"].config()
     model = AutoModelForCausalLM.from_config(config)
-    sizes = {name: its.numel() for name, its in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     read = read_model(str(FAMILIES["mixtral"].save(tmp_path / "mixtral")), dtype="bfloat16")
     assert read.num_parameters == sum(sizes.values())
     assert read.weights_bytes == 2 * read.num_parameters

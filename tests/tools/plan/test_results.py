@@ -16,15 +16,15 @@ README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 def test_checked_settings_are_twenty_that_the_fit_has_not_seen() -> None:
     checked, fitted = RESULT["checked"], RESULT["measured"]
-    settings = {(its["method"], its["prompt_tokens"], its["budget_tokens"]) for its in checked}
+    settings = {(entry["method"], entry["prompt_tokens"], entry["budget_tokens"]) for entry in checked}
     assert len(settings) == len(checked) == 20
-    assert not {its["prompt_tokens"] for its in checked} & {its["num_tokens"] for its in fitted}
-    assert {its["method"] for its in checked} == {its["method"] for its in fitted}
+    assert not {entry["prompt_tokens"] for entry in checked} & {entry["num_tokens"] for entry in fitted}
+    assert {entry["method"] for entry in checked} == {entry["method"] for entry in fitted}
 
 
 @pytest.mark.parametrize(("time", "least"), [("first_token", 20), ("per_token", 20)])
 def test_predictions_are_within_a_quarter_of_measured_times(time: str, least: int) -> None:
-    rows: list[dict[str, Any]] = [its[time] for its in RESULT["checked"]]
+    rows: list[dict[str, Any]] = [entry[time] for entry in RESULT["checked"]]
     for row in rows:
         assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
     within = sum(abs(row["error"]) <= 0.25 for row in rows)

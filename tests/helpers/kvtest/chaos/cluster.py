@@ -175,9 +175,9 @@ class Cluster:
             return None
         samples: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families(reply.text):
-            for its in family.samples:
-                key = (its.name, its.labels.get("state") or its.labels.get("tier", ""))
-                samples[key] = samples.get(key, 0.0) + its.value
+            for sample in family.samples:
+                key = (sample.name, sample.labels.get("state") or sample.labels.get("tier", ""))
+                samples[key] = samples.get(key, 0.0) + sample.value
         return samples
 
     async def leaked_bytes(self) -> dict[str, float]:

@@ -68,7 +68,7 @@ def draw(rng: random.Random, cluster: Cluster, count: int, *, only: Only | None 
     while len(faults) < count:
         fault = _draw(rng, cluster, only)
         # A process has one fault at a time.
-        if fault.target in cluster.links or all(its.target != fault.target for its in faults):
+        if fault.target in cluster.links or all(other.target != fault.target for other in faults):
             faults.append(fault)
     return faults
 
@@ -86,7 +86,7 @@ def _draw(rng: random.Random, cluster: Cluster, only: Only | None) -> Fault:
     target = rng.choice([name for name in sorted(cluster.links) if name.startswith(phase)])
     allowed = [only.kind] if only is not None else sorted(get_args(ByteFault))
     if phase in ("http", "redis"):
-        allowed = [its for its in allowed if its not in SPOILING]
+        allowed = [candidate for candidate in allowed if candidate not in SPOILING]
     longest_bytes, longest_s = PHASES[phase]
     return Fault(
         kind=rng.choice(allowed),

@@ -64,7 +64,7 @@ def wrong_generation() -> None:
         writer = make_writer(self, part, manifest)
         mine = writer._buffer
         if next(numbers) % 2 == 0:
-            fitting = [its for its in last if its.numel() >= mine.numel()]
+            fitting = [buffer for buffer in last if buffer.numel() >= mine.numel()]
             writer._buffer = fitting[0][: mine.numel()] if fitting else mine
         last.append(mine)
         return writer
@@ -87,7 +87,7 @@ def dropped_token() -> None:
 
 
 PLANTED: dict[str, Callable[[], None]] = {
-    its.__name__: its for its in (tcp, leak, skipped_checksum, wrong_generation, dropped_token)
+    function.__name__: function for function in (tcp, leak, skipped_checksum, wrong_generation, dropped_token)
 }
 
 

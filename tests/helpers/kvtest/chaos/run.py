@@ -82,14 +82,14 @@ async def run_round(
     faults = draw(rng, cluster, num_faults, only=only)
     striking = [asyncio.create_task(strike(fault, cluster)) for fault in faults]
     healing = asyncio.create_task(_heal(cluster, striking))
-    outcomes = await asyncio.gather(*(its.run() for its in conversations))
+    outcomes = await asyncio.gather(*(conversation.run() for conversation in conversations))
     await asyncio.gather(*striking)
     healing.cancel()
     await asyncio.gather(healing, return_exceptions=True)
     cluster.heal()
     outcome = Outcome()
-    for its in outcomes:
-        outcome.add(its)
+    for result in outcomes:
+        outcome.add(result)
     healed_s = time.monotonic()
     await cluster.listening()
     if (took_s := time.monotonic() - healed_s) > LIMIT_S:
@@ -100,7 +100,9 @@ async def run_round(
     ]
     report.rounds += 1
     report.conversations += num_conversations
-    report.struck += Counter(_name(its) for its, task in zip(faults, striking, strict=True) if _did(task))
+    report.struck += Counter(
+        _name(struck) for struck, task in zip(faults, striking, strict=True) if _did(task)
+    )
     report.outcome.add(outcome)
     if outcome.violations:
         report.seeds_of_violations.append(seed)

@@ -119,7 +119,7 @@ class Script:
             answer[: len(tokens)] == tokens
             for num_reused in self._reusable(index)
             for answer in self.answers(index, num_reused)
-        ) or any(self.resumed_answer(index, its, tokens) for its in self._likely(index))
+        ) or any(self.resumed_answer(index, likely, tokens) for likely in self._likely(index))
 
     def has_answered(self, tokens: Tokens) -> bool:
         """Whether a session with these tokens has the second turn, whole or its beginning.

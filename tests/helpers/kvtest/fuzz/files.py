@@ -181,8 +181,8 @@ class _Stored:
 
     def __init__(self) -> None:
         self._plain, self._sealed = new(SHAPE), new(SEALED_SHAPE)
-        self._values = [its for _, _, its in self._plain.values()]
-        self._sealed_values = [its for _, _, its in self._sealed.values()]
+        self._values = [value for _, _, value in self._plain.values()]
+        self._sealed_values = [value for _, _, value in self._sealed.values()]
         self._spans = [(layer, index) for layer, index, _ in self._plain.values()]
         self._first = [0]
         for count in self._plain.entry.value_tokens:
@@ -271,8 +271,8 @@ class _Disk:
     def __init__(self, folder: Path, shape: StoredShape) -> None:
         self._disk = DiskHistory(folder, max_bytes=1 << 30, shape=shape, ttl_s=1e9)
         self._disk.write(SESSION, None, new(shape))
-        (its,) = (path for path in folder.iterdir() if path.is_dir())
-        self._paths = [its / "record", *its.glob("*.safetensors")]
+        (session,) = (path for path in folder.iterdir() if path.is_dir())
+        self._paths = [session / "record", *session.glob("*.safetensors")]
         self._good = [path.read_bytes() for path in self._paths]
         record = self._disk.record(SESSION)
         assert record is not None
@@ -329,11 +329,13 @@ def sessions_target() -> Target:
 
 
 def stored_target() -> Target:
-    its = _Stored()
-    return Target(name="stored", make=its.make, read=its.read, max_bytes=(256, 256 << 10))
+    stored = _Stored()
+    return Target(name="stored", make=stored.make, read=stored.read, max_bytes=(256, 256 << 10))
 
 
 def disk_target() -> Target:
     folder = tempfile.TemporaryDirectory(prefix="kvferry-fuzz-")
-    its = _Disk(Path(folder.name), SHAPE)
-    return Target(name="disk", make=its.make, read=its.read, max_bytes=(256, 256 << 10), close=folder.cleanup)
+    disk = _Disk(Path(folder.name), SHAPE)
+    return Target(
+        name="disk", make=disk.make, read=disk.read, max_bytes=(256, 256 << 10), close=folder.cleanup
+    )

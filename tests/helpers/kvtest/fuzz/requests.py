@@ -116,10 +116,10 @@ class Api:
     def _object(self, rng: Random, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         required = schema.get("required", ())
         value = {}
-        for name, its in schema.get("properties", {}).items():
+        for name, subschema in schema.get("properties", {}).items():
             if name in required or rng.random() < 0.12:
                 is_cheap = name in _CHEAP and rng.random() < 0.9
-                value[name] = _CHEAP[name] if is_cheap else self._instance(rng, its, max(0, depth - 1))
+                value[name] = _CHEAP[name] if is_cheap else self._instance(rng, subschema, max(0, depth - 1))
         if "messages" in value and rng.random() < 0.7:
             value["messages"] = [{"role": "user", "content": rng.choice(("hello", "quiet bridge"))}]
         if value.get("ignore_eos") and rng.random() < 0.9:

@@ -111,8 +111,8 @@ class _Sink:
     def __init__(self) -> None:
         self._expected: dict[TransferKey, list[list[int]]] = {}
 
-    def open(self, its: Manifest) -> None:
-        self._expected[its.key] = []
+    def open(self, transfer: Manifest) -> None:
+        self._expected[transfer.key] = []
 
     def begin_layer(self, its_key: TransferKey, header: LayerHeader) -> None:
         starts = tensor_starts(header)
@@ -162,8 +162,8 @@ class _Frames:
             total += len(data)
             first = rng.randrange(len(data) + 1)
             record = frames.encode_layer(header)
-            its = FrameHeader(type=MessageType.LAYER, key=its_key, sequence=sequence)
-            add(its, record, *([data[:first]] if first else []))
+            frame_header = FrameHeader(type=MessageType.LAYER, key=its_key, sequence=sequence)
+            add(frame_header, record, *([data[:first]] if first else []))
             sequence += 1
             while first < len(data):
                 part = data[first : first + rng.randrange(1, len(data) + 1)]
@@ -399,8 +399,8 @@ def read_control(case: Case) -> str:
 
 
 def frames_target() -> Target:
-    its = _Frames()
-    return Target(name="frames", make=its.make, read=its.read, max_bytes=(96, 256 << 10))
+    receiver = _Frames()
+    return Target(name="frames", make=receiver.make, read=receiver.read, max_bytes=(96, 256 << 10))
 
 
 def records_target() -> Target:

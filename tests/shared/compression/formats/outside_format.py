@@ -53,7 +53,7 @@ class Halved(LayerFormat):
         keys, values, index = inputs.keys, inputs.values, {}
         if scores is not None:
             index = {"index": select_rows(scores, self.rows)}
-            keys, values = (gather_rows(its, index["index"]) for its in (keys, values))
+            keys, values = (gather_rows(tensor, index["index"]) for tensor in (keys, values))
         return {
             **index,
             "keys": (keys.flip(1) * self.scale).to(HALF),
@@ -74,8 +74,8 @@ class Halved(LayerFormat):
     def _receive(self, header: Specs, regions: Tensors) -> dict[str, Tensor]:
         places = {"keys": regions["half_keys"], "values": regions["half_values"]}
         return {
-            name: places[name] if name in places else torch.empty(its.shape, dtype=its.dtype)
-            for name, its in header.items()
+            name: places[name] if name in places else torch.empty(spec.shape, dtype=spec.dtype)
+            for name, spec in header.items()
         }
 
     def open(self, regions: Tensors, tensors: Tensors) -> LayerCache:
@@ -120,7 +120,7 @@ class NaiveHalved(NaiveLayer):
         self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: float, dense: bool = False
     ) -> Tensor:
         new = self.appended(key, value)
-        keys, values = (torch.cat(its, 1) for its in zip(self._prompt, new, strict=True))
+        keys, values = (torch.cat(pair, 1) for pair in zip(self._prompt, new, strict=True))
         return dense_decode(queries, keys, values, scaling=scaling)
 
 

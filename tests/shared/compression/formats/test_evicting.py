@@ -40,7 +40,7 @@ def loaded(fmt: Evicting, num_tokens: int, group: int) -> EvictingLayer:
     scores[:, -1] = torch.inf
     tensors = fmt.compress(inputs, None if fmt.rows == num_tokens else scores)
     assert tensors["state"].shape == (HEADS * (fmt.rows + fmt.merges),)
-    assert all(its.is_contiguous() for its in tensors.values())
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
     assert ("index" in tensors) == (fmt.rows < num_tokens)
     placed = Placed.of(fmt)
     cache = placed.open(tensors)

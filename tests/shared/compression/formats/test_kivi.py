@@ -103,7 +103,7 @@ def test_no_more_bytes_than_the_budgets_rows_and_one_row_more_would_be(
             latent_dim=latent_dim,
             dtype=torch.float16,
         )
-        return sum(its.size_bytes for its in Kivi(shape=shape, rows=count, bits=bits).tensors().values())
+        return sum(spec.size_bytes for spec in Kivi(shape=shape, rows=count, bits=bits).tensors().values())
 
     assert 1 <= rows <= num_tokens
     assert size(rows) <= budget * row_bytes
@@ -121,9 +121,9 @@ def test_a_layer_survives_its_place_in_the_arena(num_tokens: int, budget: int, b
     placed = Placed.of(fmt)
     cache = placed.open(tensors)
     assert isinstance(cache, StoredCache)
-    assert all(placed.holds(its) for its in cache.prompt.values())
+    assert all(placed.holds(tensor) for tensor in cache.prompt.values())
     assert list(cache.prompt) == list(tensors)
-    assert all(torch.equal(cache.prompt[name], its) for name, its in tensors.items())
+    assert all(torch.equal(cache.prompt[name], tensor) for name, tensor in tensors.items())
     assert (placed.buffer[-64:] == 0xFF).all()
 
 

@@ -47,7 +47,7 @@ def test_a_selection_needs_no_more_queries_than_it_says(method: str, question: Q
     short = compress_layer(resolved, replace(inputs, queries=inputs.queries[:, :, -observed:]))
     assert list(whole) == list(short)
     assert whole
-    assert all(torch.equal(its, short[name]) for name, its in whole.items())
+    assert all(torch.equal(tensor, short[name]) for name, tensor in whole.items())
 
 
 def test_what_keeps_everything_observes_the_last_query_alone() -> None:

@@ -63,7 +63,7 @@ def test_it_attends_in_the_arena_as_its_naive_code(
         naive.attend(queries, key, value, scaling=0.3)
     assert all(torch.equal(a, b) for a, b in zip(cache.generated_rows(5), rows_of, strict=True))
     assert cache.used_bytes(5) <= placed.layout_bytes
-    assert fmt.kept_bytes() == sum(its.nbytes for its in tensors.values())
+    assert fmt.kept_bytes() == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_its_own_checks_refuse_plans_and_tensors(install: Install) -> None:

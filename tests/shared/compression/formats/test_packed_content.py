@@ -108,7 +108,7 @@ def test_what_no_packer_writes_is_refused(name: str, entry: float, named: str) -
 
 @given(data=st.data())
 def test_garbage_becomes_a_layer_within_bounds_or_a_named_error(data: st.DataObject) -> None:
-    tensors = {name: its.clone() for name, its in packed_tensors(make_packed()).items()}
+    tensors = {name: tensor.clone() for name, tensor in packed_tensors(make_packed()).items()}
     for _ in range(data.draw(st.integers(1, 4))):
         content = tensors[data.draw(st.sampled_from(list(tensors)))].view(torch.uint8)
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -51,9 +51,11 @@ def of_heads(inputs: LayerInputs, heads: slice) -> LayerInputs:
 
 def assert_equal(given: Tensors, expected: Tensors) -> None:
     assert list(given) == list(expected)
-    for name, its in expected.items():
-        assert given[name].dtype == its.dtype
-        torch.testing.assert_close(given[name], its, rtol=0, atol=1e-5 if its.is_floating_point() else 0)
+    for name, tensor in expected.items():
+        assert given[name].dtype == tensor.dtype
+        torch.testing.assert_close(
+            given[name], tensor, rtol=0, atol=1e-5 if tensor.is_floating_point() else 0
+        )
 
 
 def compressed(case: str) -> tuple[LayerFormat, ResolvedPlan, LayerInputs, Tensors]:

@@ -250,9 +250,9 @@ def test_a_layer_is_packed_with_the_plans_parameters() -> None:
     assert list(layer) == ["layout", "codes", "scales", "rows", "index"]
     part = plan_for("rdkv", overrides={"window": 4}).representation
     expected = compress_layer_rdkv(rdkv_settings(part, budget_tokens=9), inputs)
-    sent = {name: its for name, its in layer.items() if name != "layout"}
+    sent = {name: tensor for name, tensor in layer.items() if name != "layout"}
     assert torch.equal(torch.cat(list(sent.values())), expected.buffer)
-    assert all(torch.equal(its, layer[name]) for name, its in packed_tensors(expected).items())
+    assert all(torch.equal(tensor, layer[name]) for name, tensor in packed_tensors(expected).items())
 
 
 def test_values_that_cannot_be_packed_fail_by_name() -> None:
@@ -347,7 +347,7 @@ def test_a_scorers_scores_weigh_the_tokens(num_tokens: int, budget: int, method:
     )
     expected = pack_layer(inputs.keys, inputs.values, allocated.keys, allocated.values)
     tensors = compress_layer(resolved, inputs)
-    assert [sorted(its.tolist()) for its in fmt.positions_by_head(tensors)] == [
+    assert [sorted(positions.tolist()) for positions in fmt.positions_by_head(tensors)] == [
         bits.nonzero()[:, 0].tolist() for bits in allocated.values
     ]
     assert torch.equal(fmt.packed(tensors).buffer, expected.buffer)

@@ -59,7 +59,7 @@ LAYERS = {
 _LATENT = LayerSpec(latent_dim=LATENT_DIM)
 for _name in (
     *applicable_methods((_LATENT,)),
-    *(f"{its}, segments" for its in ("snapkv", "rocketkv", "adakv", "snapkv-kivi", "compactor")),
+    *(f"{method}, segments" for method in ("snapkv", "rocketkv", "adakv", "snapkv-kivi", "compactor")),
     *("kivi, 2 bits", "snapkv, wire", "full, wire"),
 ):
     CASES[f"latent {_name}"] = CASES[_name]
@@ -204,7 +204,7 @@ def test_a_token_without_room_is_refused(case: str) -> None:
 def test_tensors_are_those_that_the_format_names_in_their_order(case: str) -> None:
     fmt, tensors, _ = compressed(case, 97)
     assert set(tensors) <= set(fmt.kinds)
-    assert all(its.is_contiguous() for its in tensors.values())
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
     header = header_of(tensors)
     if isinstance(fmt, Rdkv):  # the packed parts follow from the prompt
         header = {"layout": header["layout"]}
@@ -225,8 +225,8 @@ def test_a_stored_layer_lies_in_the_arena_bit_for_bit(case: str) -> None:
     if isinstance(cache, StoredCache):
         received = cache.prompt
         assert list(received) == list(tensors)
-        assert all(torch.equal(received[name], its) for name, its in tensors.items())
-        assert all(placed.holds(its) for its in received.values())
+        assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+        assert all(placed.holds(tensor) for tensor in received.values())
 
 
 @pytest.mark.parametrize("case", STORED)

@@ -47,10 +47,12 @@ def make_tensors(fmt: LayerFormat, index: list[list[int]]) -> dict[str, Tensor]:
     """What arrives, of random content but for the positions."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for name, its in fmt.tensors().items():
-        content = torch.rand(its.shape, generator=generator)
+    for name, spec in fmt.tensors().items():
+        content = torch.rand(spec.shape, generator=generator)
         tensors[name] = (
-            content.to(its.dtype) if its.dtype.is_floating_point else torch.zeros_like(content).to(its.dtype)
+            content.to(spec.dtype)
+            if spec.dtype.is_floating_point
+            else torch.zeros_like(content).to(spec.dtype)
         )
     if "channels" in tensors:
         tensors["channels"][:] = torch.arange(2, dtype=torch.int16)

@@ -68,7 +68,7 @@ def test_k_is_rounded_per_channel_of_each_64_of_the_best_rows_and_v_per_token(
         expected = torch.empty_like(kept_keys)
         for group in groups.unique().tolist():
             channels = kept_keys[groups == group].T.tolist()
-            expected[groups == group] = torch.tensor([rounded_row(its, k_bits) for its in channels]).T
+            expected[groups == group] = torch.tensor([rounded_row(channel, k_bits) for channel in channels]).T
         rows = [rounded_row(row.tolist(), v_bits) for row in kept_values]
         torch.testing.assert_close(keys, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(values, torch.tensor(rows), atol=1e-5, rtol=1e-5)
@@ -103,7 +103,7 @@ def test_a_layer_has_exactly_the_bytes_that_its_plan_says_and_narrow_values_more
     rows = {}
     for v_bits in (4, 2):
         fmt, tensors, _, _ = made("compactor-kivi", 600, 40, head_dim=64, v_bits=v_bits)
-        sent = sum(its.nbytes for name, its in tensors.items() if name != "layout")
+        sent = sum(tensor.nbytes for name, tensor in tensors.items() if name != "layout")
         assert sent == fmt.limit_bytes == fmt.prompt_bytes(tensors) == fmt.kept_bytes() == fmt.read_bytes()
         assert 0.97 * HEADS * 40 * 256 < sent <= HEADS * 40 * 256
         rows[v_bits] = fmt.rows
@@ -125,7 +125,9 @@ def test_rocketkvs_attention_chooses_among_the_packed_rows_as_among_the_rounded_
         output = cache.append_and_attend(queries, key, value, num_appended=step, scaling=0.3)
         keys, values = torch.cat([keys, key[:, None]], 1), torch.cat([values, value[:, None]], 1)
         pages = torch.empty(2, HEADS, hsa.num_pages(keys.shape[1], attention.page_size), 13)
-        coded = torch.stack([in_8_bits(its, head[0]) for its, head in zip(keys, heads, strict=True)])
+        coded = torch.stack(
+            [in_8_bits(head_keys, head[0]) for head_keys, head in zip(keys, heads, strict=True)]
+        )
         hsa.page_extremes(coded, *pages, length=keys.shape[1], page_size=attention.page_size)
         expected = hsa.attend(queries, keys, values, *pages, length=keys.shape[1], scaling=0.3, **sizes)
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

@@ -5,6 +5,10 @@ import json
 import pytest
 
 from kvferry.models import DEMO_MODEL
+from kvferry.shared.compression.calibrations import calibration_folder
+from kvferry.shared.compression.plan import Budget
+from kvferry.shared.compression.presets import plan_for
+from kvferry.shared.compression.rdkv import epsilon
 from kvferry.shared.compression.rdkv.epsilon import (
     FALLBACK,
     OWN_TABLE,
@@ -14,7 +18,10 @@ from kvferry.shared.compression.rdkv.epsilon import (
     find_table,
     install_tables,
     load_table,
+    own_table,
+    stand_in,
 )
+from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.errors import ConfigurationError, InvalidRequest
 from kvferry.shared.model.checkpoint import model_fingerprint
 from kvferry.tools.evaluation.epsilon import save_table
@@ -48,8 +55,9 @@ def test_impossible_tables_are_refused(entries):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     yield tmp_path
+    monkeypatch.undo()
     install_tables("")
 
 
@@ -143,3 +151,70 @@ def test_the_shipped_models_tables_are_there_without_a_folder(folder):
     save_table(folder / "again.json", ONE, origin={"fingerprints": {"float16": fingerprint}})
     install_tables(str(folder))
     assert find_table(OWN_TABLE, fingerprint=fingerprint).keys == ONE.keys
+
+
+def test_what_was_measured_on_a_model_is_found_by_its_fingerprint_alone(folder, tmp_path, monkeypatch):
+    """In the user's folder, or in the one that a setting names in its place."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine = {"fingerprints": {"float32": "f32", "served": "f32 longrope"}}
+    users = calibration_folder("")
+    users.mkdir(parents=True)
+    save_table(users / "m-0123.epsilon.json", ONE, origin=mine)
+    install_tables("")
+    for fingerprint in mine["fingerprints"].values():
+        assert own_table(fingerprint) == find_table(OWN_TABLE, fingerprint=fingerprint)
+        assert own_table(fingerprint).keys == ONE.keys
+    for name in ("m-0123", "m-0123.epsilon"):
+        with pytest.raises(InvalidRequest, match="epsilon_table"):
+            find_table(name)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_table(other / "m-0123.epsilon.json", TWO, origin=mine)
+    install_tables("", calibration=str(other))
+    assert own_table("f32").keys == TWO.keys
+    # a folder whose tables have names comes first
+    (tmp_path / "named").mkdir()
+    save_table(tmp_path / "named" / "again.json", ONE, origin=mine)
+    install_tables(str(tmp_path / "named"), calibration=str(other))
+    assert own_table("f32").keys == ONE.keys
+
+
+def test_a_process_that_installs_nothing_finds_the_users_tables(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(epsilon, "_tables", epsilon._Tables())
+    calibration_folder("").mkdir(parents=True)
+    save_table(
+        calibration_folder("") / "m-0123.epsilon.json", ONE, origin={"fingerprints": {"float32": "f32"}}
+    )
+    assert find_table(OWN_TABLE, fingerprint="f32").keys == ONE.keys
+
+
+@pytest.mark.parametrize("content", ["", '{"keys": [0.3, 0.0', "{}"])
+def test_a_torn_calibration_is_refused_by_its_name_and_changes_nothing(folder, tmp_path, content):
+    (tmp_path / "m-0123.epsilon.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"m-0123\.epsilon\.json"):
+        install_tables("", calibration=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"calibration is .*absent"):
+        install_tables("", calibration=str(tmp_path / "absent"))
+    assert own_table(model_fingerprint(DEMO_MODEL, dtype="float32")) is not None
+
+
+def resolved(method, *, tokens=8, num_prompt_tokens=64, **overrides):
+    plan = plan_for(method, budget=Budget(tokens=tokens) if tokens else None, overrides=overrides)
+    return resolve_plan(
+        plan, num_prompt_tokens=num_prompt_tokens, max_new_tokens=4, num_layers=2, head_dim=16, layers=()
+    )
+
+
+def test_another_models_table_is_named_where_it_stands_in_for_the_models_own(folder, tmp_path):
+    for method in ("rdkv", "rdkv-hsa", "rdkv-union", "rdkv-draft", "compactor-rdkv"):
+        assert stand_in(resolved(method), fingerprint="nobody's") == FALLBACK == "LLaMA-3.1-8B"
+        assert stand_in(resolved(method), fingerprint=model_fingerprint(DEMO_MODEL, dtype="float32")) == ""
+    for plan in (
+        resolved("snapkv"),
+        resolved("full", tokens=0),
+        resolved("kivi", tokens=0),
+        resolved("rdkv", tokens=64),  # nothing is compressed
+        resolved("rdkv", epsilon_table="Qwen3-4B"),  # as the request says
+    ):
+        assert stand_in(plan, fingerprint="nobody's") == ""

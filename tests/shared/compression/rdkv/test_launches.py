@@ -49,7 +49,7 @@ def test_launches_and_reads_of_a_layer(num_kv_heads: int) -> None:
             with Counting() as compressing:
                 packing = begin(*on_device(*tensors))
             # of the copies on the host no more is asked
-            shipped = packing.finish([copied(its) for its in packing.tensors])
+            shipped = packing.finish([copied(tensor) for tensor in packing.tensors])
             with Counting() as checking:
                 received = view_packed_layer(shipped.layout, *on_device(shipped.buffer))
                 refuse = begin_packed_check(received, NUM_TOKENS)
