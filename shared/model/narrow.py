@@ -39,7 +39,7 @@ class NarrowLinear(nn.Linear):
 
 def multiplies_in_bfloat16() -> bool:
     """Return whether the processor has instructions for products in bfloat16, as far as torch knows."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
