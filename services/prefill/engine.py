@@ -352,7 +352,9 @@ class PrefillEngine:
             prompt_logprobs=tuple(logprobs.tokens) if logprobs is not None else (),
             sibling_tokens=job.sibling_tokens,
             history_tier=next((tier for tier, count in reversed(reused_by_tier.items()) if count), ""),
-            epsilon_table=stand_in(job.resolved, fingerprint=self._model.spec.fingerprint),
+            epsilon_table=stand_in(job.resolved, fingerprint=self._model.spec.fingerprint)
+            if "epsilon_table" in job.resolved.plan.representation.params
+            else "",
         )
         job.tell(first)
 

@@ -39,7 +39,8 @@ def test_exit_code_says_whether_the_service_is_ready(ready: bool, with_certs: bo
     if with_certs:
         make_certs(tmp_path, days=1, everything=False)
         certs = Certs(str(tmp_path), "decode")
-    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: ready, certs=certs)
+    problem = "" if ready else "its kernels are tested"
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", problem=lambda: problem, certs=certs)
     base = f"{'https' if with_certs else 'http'}://{server.address}"
     try:
         done = check(base, tmp_path)

@@ -262,7 +262,7 @@ def test_ports_are_those_of_the_images_entry_point(items: list[Item]) -> None:
 
 def test_probes_ask_paths_that_answer(items: list[Item]) -> None:
     router_paths = {getattr(route, "path", "") for route in unkeyed.routes}
-    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", is_ready=lambda: True)
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", problem=lambda: "")
     try:
         for role, container in services(items).items():
             paths = {}

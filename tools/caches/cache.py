@@ -227,6 +227,8 @@ def compress(
             "them and one more",
             param="input_ids",
         )
+    if token_budget is not None and retention is not None:
+        raise InvalidRequest("token_budget and retention exclude one another", param="kv_compression")
     plan = plan_for(method, budget=Budget(tokens=token_budget, retention=retention), overrides=parameters)
     check_applicable(plan, bridge.spec.layers)
     generator = OneProcessGenerator(bridge)

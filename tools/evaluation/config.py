@@ -30,8 +30,8 @@ class EvalConfig(PlanSettings):
     )
     budgets: str = Field(
         "50%,25%,10%,5%",
-        description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B); own: what each "
-        "method retains where a request gives no budget (--match given)",
+        description="of the full KV: 10% or 0.1, tokens (256t), or bytes (64KiB, 65536B); own: each method's "
+        "own (--match given)",
     )
     match: Literal["kept", "read", "given"] = Field(
         "kept",
