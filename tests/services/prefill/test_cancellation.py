@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvtest.clock import Clock, turn_loop_clock
@@ -130,7 +130,7 @@ async def test_closing_the_stream_after_its_last_event_keeps_the_turn(harness: H
     assert harness.store.turn(request.request_id) is not None
 
 
-async def test_the_deadline_frees_everything(harness: Harness) -> None:
+async def test_the_deadline_frees_everything(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.model.hold.clear()
     request = harness.request(make_prompt(50), session=A)
     with pytest.raises(DeadlineExceeded):
@@ -138,13 +138,22 @@ async def test_the_deadline_frees_everything(harness: Harness) -> None:
     harness.model.hold.set()
     await assert_serves(harness)
 
+    before, waits = harness.service._before, asyncio.Event()
+
+    async def noted(deadline_s: float, work: Any, what: str) -> Any:
+        waiting = asyncio.ensure_future(before(deadline_s, work, what))
+        await asyncio.sleep(0)
+        if what == "the transfer":
+            waits.set()
+        return await waiting
+
+    monkeypatch.setattr(harness.service, "_before", noted)
     harness.sink.gate.clear()
-    harness.sink.is_committing.clear()
     request = harness.request(make_prompt(50), session=A)
     stream = harness.service.prefill(request, timeout_s=60)
     assert isinstance(await anext(stream), FirstToken)
     acknowledged = asyncio.create_task(anext(stream))
-    await eventually(harness.sink.is_committing.is_set)
+    await asyncio.wait_for(waits.wait(), 30)
     turn_loop_clock(60)
     with pytest.raises(DeadlineExceeded, match="the transfer"):
         await acknowledged
