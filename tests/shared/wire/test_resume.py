@@ -134,7 +134,7 @@ def test_a_cut_while_the_buffer_is_full_loses_nothing(
 
 
 def test_an_abort_after_a_cut_frees_both_ends(
-    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender
+    proxy: CuttingProxy, cut_sink: RecordingSink, sender: BlockSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, layers, _ = cut_manifest()
     proxy.cuts = [2] + 1000 * [0]
@@ -144,6 +144,7 @@ def test_an_abort_after_a_cut_frees_both_ends(
     until(lambda: proxy.num_cuts > 0)
     transfer.abort("client_left")
     assert sender.buffer.used_bytes == 0
+    kit.resume_within(monkeypatch, 0)
     until(lambda: manifest.key in cut_sink.aborted)
 
 
@@ -212,7 +213,9 @@ def test_a_sender_that_knows_of_a_cut_before_its_receiver_is_acknowledged(
     assert list(sink.committed) == [manifest.key]
 
 
-def test_of_two_that_would_go_on_only_the_last_one_does(wire: Wire, sink: RecordingSink) -> None:
+def test_of_two_that_would_go_on_only_the_last_one_does(
+    wire: Wire, sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = kit.make_manifest(rows=(3,))
     server = wire.server(sink)
     peer, second, third = (wire.bare(server.endpoint) for _ in range(3))
@@ -224,6 +227,7 @@ def test_of_two_that_would_go_on_only_the_last_one_does(wire: Wire, sink: Record
     assert second.refusal().reason == "order"
     peer.close()
     assert third.next(MessageType.CREDIT)[0].sequence == 0
+    kit.resume_within(monkeypatch, 0)
     third.close()
     until(lambda: sink.aborted == {manifest.key: "peer_lost"})
 
