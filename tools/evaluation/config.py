@@ -73,7 +73,9 @@ class EvalConfig(PlanSettings):
         description="the answer's first token comes from prefill's logits, as served, or from the last "
         "prompt token fed again to the compressed cache, as papers do",
     )
-    examples: int = Field(20, ge=1, description="examples per cell")
+    examples: int = Field(
+        20, ge=1, description="examples per cell; of a folder all, or those of LENGTH:EXAMPLES"
+    )
     first_seed: int = Field(0, ge=0, description="seed of the first example; training never uses these")
     held_out: bool = Field(False, description="entities and wordings that training never asks about")
     gap: int = Field(

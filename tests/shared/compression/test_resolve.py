@@ -42,6 +42,7 @@ def resolve(
         ("full", None, "method full keeps every token"),
         ("rocketkv", Budget(tokens=512), "the budget of 512 tokens covers the prompt"),
         ("snapkv", Budget(retention=1.0), "a retention of 1 keeps every token"),
+        ("snapkv", Budget(tokens=123, retention=0.1), "the budget of 123 tokens covers the prompt"),
         ("quest", Budget(tokens=8), "method quest finds nothing to compress in this prompt and model"),
     ],
 )
@@ -159,6 +160,12 @@ def test_snapkv_retention_is_the_prompts_fraction_rounded_up(
 ) -> None:
     resolved = resolve("snapkv", prompt, 10, Budget(retention=retention))
     assert resolved.method == "snapkv"
+    assert resolved.layers[0] == LayerPlan(rows=rows)
+
+
+@pytest.mark.parametrize(("prompt", "rows"), [(100, 64), (640, 64), (641, 65), (10_000, 1000)])
+def test_of_a_share_and_a_number_of_tokens_the_larger_holds(prompt: int, rows: int) -> None:
+    resolved = resolve("snapkv", prompt, 10, Budget(tokens=64, retention=0.1))
     assert resolved.layers[0] == LayerPlan(rows=rows)
 
 

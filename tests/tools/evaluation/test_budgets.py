@@ -111,6 +111,10 @@ def test_given_budgets_are_left_as_they_are() -> None:
         plan_for("rocketkv"), parse_target("64t"), match="given", spec=SPEC, num_tokens=500, max_new_tokens=16
     )
     assert plan == plan_for("rocketkv", budget=Budget(tokens=64))
+    own = plan_for_target(
+        plan_for("rdkv"), parse_target("own"), match="given", spec=SPEC, num_tokens=500, max_new_tokens=16
+    )
+    assert own == plan_for("rdkv")
 
 
 @pytest.mark.parametrize("method", PRESETS)

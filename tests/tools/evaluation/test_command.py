@@ -186,6 +186,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_runs(
         (("--data", "nowhere.jsonl"), "--data nowhere.jsonl cannot be read"),
         (("--methods", "full", "--gap", "9", "--batch", "2"), "with --gap it must be 1"),
         (("--budgets", "64KiB", "--match", "given"), "bytes need --match kept or read"),
+        (("--budgets", "own"), "--budgets has own; it needs --match given"),
         (("--match", "rows"), "input should be 'kept', 'read' or 'given'"),
         (("--lengths", "9000", "--examples", "1"), "whose window is 8192"),
     ],
