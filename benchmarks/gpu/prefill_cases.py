@@ -7,6 +7,7 @@ compresses, and what is kept goes to the host as the service brings it there. No
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.compress import WaitingLayer, compress_waiting, measure_layer
-from kvferry.shared.compression.formats import encode_layer, make_formats
+from kvferry.shared.compression.draft import greedy, run_draft
+from kvferry.shared.compression.formats import encode_layer, make_formats, num_observed_queries
 from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import ResolvedPlan, is_measured
+from kvferry.shared.compression.plan import ResolvedPlan, is_measured, num_draft_tokens
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.bridge import TransformersModel
 
@@ -29,7 +31,7 @@ def prefill_methods(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]
     known = {method.name: method for method in methods_of(rows, widths_window=widths_window)}
     return tuple(
         known.get(name) or Method(name=name, preset=name, rows=rows)
-        for name in ("rocketkv", "snapkv", "compactor", "rdkv", "d2o")
+        for name in ("rocketkv", "snapkv", "compactor", "rdkv", "rdkv-draft", "d2o")
     )
 
 
@@ -49,6 +51,7 @@ class _Observer:
         self._formats: tuple[LayerFormat, ...] = ()
         if resolved is not None:
             self._formats = make_formats(model.spec, resolved)
+        self._num_draft = num_draft_tokens(resolved) if resolved is not None else 0
         self._waiting: list[WaitingLayer] = []
         self.num_bytes = 0
 
@@ -66,7 +69,9 @@ class _Observer:
             scaling=scaling,
             unrotate=lambda rows: self._model.pre_rope_keys(layer, rows),
         )
-        if is_measured(self._resolved):
+        if self._num_draft:
+            self._waiting.append(WaitingLayer(inputs=replace(inputs, queries=queries.clone())))
+        elif is_measured(self._resolved):
             self._waiting.append(measure_layer(self._resolved, inputs))
         else:
             self._copy(encode_layer(self._resolved, self._formats[layer], inputs).tensors)
@@ -79,8 +84,22 @@ class _Observer:
         while len(self._leaving) > 1:  # one layer behind, as the service
             self._leaving.pop(0)()
 
-    def finish(self) -> None:
-        if self._waiting:
+    @property
+    def num_queries(self) -> int | None:
+        """The last queries that the method looks at; None: all."""
+        return None if self._resolved is None else num_observed_queries(self._resolved, self._formats, None)
+
+    def finish(self, logits: Tensor) -> None:
+        """Compress the layers that wait. Args: logits: float32 `[V]` after the prompt."""
+        if self._num_draft:
+            assert self._resolved is not None
+            draw = greedy(self._model.spec, self._num_draft)
+            drafted = run_draft(
+                self._model, [layer.inputs for layer in self._waiting], logits=logits, draw=draw
+            )
+            for inputs in drafted.layers:
+                self._copy(encode_layer(self._resolved, self._formats[inputs.layer], inputs).tensors)
+        elif self._waiting:
             assert self._resolved is not None
             for tensors in compress_waiting(self._model.spec, self._resolved, self._waiting)[1]:
                 self._copy(list(tensors.values()))
@@ -146,8 +165,10 @@ class PrefillBench:
         observer = _Observer(self._model, resolved, copies)
 
         def run() -> None:
-            self._model.prefill(self._ids, start=0, observer=observer)
-            observer.finish()
+            logits = self._model.prefill(
+                self._ids, start=0, observer=observer, num_queries=observer.num_queries
+            )
+            observer.finish(logits)
 
         return self._clock.elapsed_s(run), observer.num_bytes
 
