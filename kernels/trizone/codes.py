@@ -1,10 +1,11 @@
-"""Words of V codes of one width as float16, without an integer-to-float conversion.
+"""Words of codes as float16, without an integer-to-float conversion.
 
-`(word & mask) | 0x3C00` is the half `1 + code * 2^(shift - 10)`, code being the bits under the mask: one
-integer instruction for a pair of codes; one more instruction turns it into the code, exactly. In the
+V, one width for all: `(word & mask) | 0x3C00` is the half `1 + code * 2^(shift - 10)`, code being the bits
+under the mask: one integer instruction for a pair of codes; one more instruction turns it into the code,
+exactly. K, a width for each channel: `(word >> shift & mask) | 0x6400` is the half `1024 + code`. In the
 interpreter, which has no inline assembly, plain integer operations do the same.
 
-Order of codes: `kernels/packed/value_rows.py`.
+Order of codes: `kernels/packed/value_rows.py`, `key_words.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ import triton
 import triton.language as tl
 
 _SHIFT = tl.constexpr("shr.b32 $0, $1, 8;")
+_KEYS = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $1, $2; lop3.b32 t, t, $4, $6, 0xEA; sub.rn.f16x2 t, t, $8; "
+    "fma.rn.f16x2 $0, t, $9, $10; }"
+)
+"""For two words, 32-bit operands being there twice: 0xEA is (a & b) | c."""
 
 
 @triton.constexpr_function
@@ -48,6 +54,25 @@ def code_of(words, MASK: tl.constexpr, ASM: tl.constexpr):
         half = ((words & MASK) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
     # each product is exact, so it does not matter whether the two are one instruction
     return half * UNIT - UNIT
+
+
+@triton.jit
+def keys_of(words, shift, mask, one, base, scale, minimum, ASM: tl.constexpr):
+    """Return `code * scale + minimum` in float16, the code being the bits of int16 words above `shift`.
+
+    Args: all of the words' shape, their rows constant. shift: int32; mask, one: int32, the same 16 bits twice;
+        base: float16, the half that `one` is; scale, minimum: float16.
+    """
+    if ASM:
+        key = tl.inline_asm_elementwise(
+            _KEYS, "=r,r,r,r,r,r,r,r,r,r,r", [words, shift, mask, one, base, scale, minimum],
+            dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        half = ((words.to(tl.int32) >> shift) & mask) | one
+        code = half.to(tl.int16).to(tl.float16, bitcast=True) - base
+        key = (code.to(tl.float32) * scale.to(tl.float32) + minimum.to(tl.float32)).to(tl.float16)
+    return key
 
 
 @triton.jit

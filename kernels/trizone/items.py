@@ -10,91 +10,89 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.split_attention import attend_tile, load_queries, log_sum, split_range, store_part
-from kvferry.kernels.trizone.codes import unpacked
-from kvferry.kernels.trizone.scaled_queries import power_of_two
+from kvferry.kernels.trizone.codes import keys_of, unpacked
 
 
 @triton.jit
-def _key_logits(
-    scaled_ptr, words_ptr, pairs_ptr, scale_ptr, minimum_ptr, start, lanes, field, n2, n4, n8, n16, g,
-    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, FULL: tl.constexpr,
+def _lane_words(words_ptr, bit, before, lanes, lane, ok):
+    """Load the int16 words that have a field, whose first bit is `bit`, of each channel: `[BLOCK_C, 16]`."""
+    return tl.load(words_ptr + (before + (bit >> 4)) * lanes + lane, mask=ok, other=0)
+
+
+@triton.jit
+def _tile_keys(
+    words_ptr, scale_ptr, minimum_ptr, c, lanes, field, n2, n4, n8, n16, FULL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Compute `(q~ s) code + q~ min` of a tile of the block whose words begin at `start`: `[BLOCK_G, 64]`.
+    """Return K of some channels c `[BLOCK_C]` of a tile of the block at `words_ptr`: float16 `[BLOCK_C, 64]`.
 
-    Column 16 f + r is the token at lane r, field `field` + f; the block has `lanes` lanes, 16 if FULL. One
-    loop handles the channels of all widths, because each loop begins with a wait for memory.
+    Column 16 f + r is the token at lane r, field `field` + f; the block has `lanes` lanes, which is the
+    constant 16 if FULL, so that eight lanes are one load.
 
-    Args: words_ptr, pairs_ptr: the head's words as int16, and two at a time as int32; scale_ptr, minimum_ptr:
-        of the tile's group.
+    Args: scale_ptr, minimum_ptr: of the tile's group.
     """
     coded = n2 + n4 + n8
-    logits = tl.zeros([g.shape[0], 64], tl.float32)
-    lowest = tl.zeros([g.shape[0], BLOCK_C], tl.float32)
-    for first in range(0, coded + n16, BLOCK_C):
-        c = first + tl.arange(0, BLOCK_C)
-        q = tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :])
-        scale = tl.load(scale_ptr + c, mask=c < coded, other=1.0).to(tl.float32)
-        minimum = tl.load(minimum_ptr + c, mask=c < coded, other=0.0).to(tl.float32)
-        lowest += q * minimum[None, :]
-        # the width is 2^log_width; the words of a lane that earlier channels take
-        log_width = tl.where(c < n2, 1, tl.where(c < n2 + n4, 2, tl.where(c < coded, 3, 4)))
-        before = tl.where(
-            c < n2, c,
-            tl.where(
-                c < n2 + n4, 2 * c - n2,
-                tl.where(c < coded, 4 * c - 3 * n2 - 2 * n4, 8 * c - 7 * n2 - 6 * n4 - 4 * n8),
-            ),
-        )  # fmt: skip
-        there = c < coded + n16
-        # a code becomes 1024 + code; a channel of 16 bits stays as it is
-        code_mask = (1 << (1 << log_width)) - 1
-        one = tl.where(c < coded, 0x6400, 0)
-        if FULL:
-            # two lanes at a time
-            i = tl.arange(0, 32)
-            bit = (field + i // 8)[None, :] << log_width[:, None]
-            at = start // 2 + before[:, None] * 8 + (bit >> 4) * 8 + (i % 8)[None, :]
-            pairs = tl.load(pairs_ptr + at, mask=there[:, None], other=0)
-            pairs = ((pairs >> (bit & 15)) & (code_mask * 0x10001)[:, None]) | (one * 0x10001)[:, None]
-            words = tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), [BLOCK_C, 64])
-        else:
-            t = tl.arange(0, 64)
-            bit = (field + t // 16)[None, :] << log_width[:, None]
-            at = start + (before[:, None] + (bit >> 4)) * lanes + (t % 16)[None, :]
-            words = tl.load(words_ptr + at, mask=there[:, None] & (t % 16 < lanes)[None, :], other=0)
-            words = (((words.to(tl.int32) >> (bit & 15)) & code_mask[:, None]) | one[:, None]).to(tl.int16)
-        k = words.to(tl.float16, bitcast=True) - tl.where(c < coded, 1024.0, 0.0).to(tl.float16)[:, None]
-        logits = tl.dot((q * scale[None, :]).to(tl.float16), k, logits)
-    return logits + tl.sum(lowest, 1)[:, None]
+    # cheap loads: there are fewer channels than threads
+    scale = tl.load(scale_ptr + c, mask=c < coded, other=1.0)[:, None]
+    minimum = tl.load(minimum_ptr + c, mask=c < coded, other=0.0)[:, None]
+    lane = tl.arange(0, 16)[None, :]
+    # what is equal in a row is computed for each number of it, which the compiler does once
+    c = c[:, None] + 0 * lane
+    scale, minimum = tl.broadcast_to(scale, c.shape), tl.broadcast_to(minimum, c.shape)
+    # the width is 2^log_width; the words of a lane that earlier channels take
+    log_width = tl.where(c < n2, 1, tl.where(c < n2 + n4, 2, tl.where(c < coded, 3, 4)))
+    before = tl.where(
+        c < n2, c,
+        tl.where(
+            c < n2 + n4, 2 * c - n2,
+            tl.where(c < coded, 4 * c - 3 * n2 - 2 * n4, 8 * c - 7 * n2 - 6 * n4 - 4 * n8),
+        ),
+    )  # fmt: skip
+    there = c < coded + n16
+    b0, b1 = field << log_width, (field + 1) << log_width
+    b2, b3 = (field + 2) << log_width, (field + 3) << log_width
+    ok = there if FULL else there & (lane < lanes)
+    w0 = _lane_words(words_ptr, b0, before, lanes, lane, ok)
+    w1 = _lane_words(words_ptr, b1, before, lanes, lane, ok)
+    w2 = _lane_words(words_ptr, b2, before, lanes, lane, ok)
+    w3 = _lane_words(words_ptr, b3, before, lanes, lane, ok)
+    # a code becomes 1024 + code; a channel of 16 bits stays as it is
+    mask = ((1 << (1 << log_width)) - 1) * 0x10001
+    one = tl.where(c < coded, 0x64006400, 0)
+    base = tl.where(c < coded, 1024.0, 0.0).to(tl.float16)
+    k0 = keys_of(w0, b0 & 15, mask, one, base, scale, minimum, ASM)
+    k1 = keys_of(w1, b1 & 15, mask, one, base, scale, minimum, ASM)
+    k2 = keys_of(w2, b2 & 15, mask, one, base, scale, minimum, ASM)
+    k3 = keys_of(w3, b3 & 15, mask, one, base, scale, minimum, ASM)
+    fields = tl.join(tl.join(k0, k2), tl.join(k1, k3))  # [channel, lane, f // 2, f % 2]
+    return tl.reshape(tl.permute(fields, 0, 2, 3, 1), [c.shape[0], 64])
 
 
 @triton.jit
 def _add_value_products(
-    acc, lowest, p, token, ok, words_ptr, scale_ptr, minimum_ptr, norm,
+    acc, p, token, ok, words_ptr, scale_ptr, minimum_ptr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add `sum_t p_t v_t` of one tile's tokens: codes to acc, all words' first ones first, minima to
-    `lowest`.
+    """Add `sum_t p_t v_t` of one tile's tokens to acc, all words' first codes first.
 
-    Args: lowest, p `[BLOCK_G, 64]`; token `[64]`, each one's place in the zone to whose V the pointers point.
+    Args: p float16 `[BLOCK_G, 64]`; token `[64]`, each one's place in the zone to whose V the pointers point.
     """
     j = tl.arange(0, BLOCK_D * WIDTH // 16)
     row = token[:, None] * (D * WIDTH // 16) + j[None, :]
     words = tl.load(words_ptr + row, mask=ok[:, None] & (j < D * WIDTH // 16)[None, :], other=0)
+    v = unpacked(words, WIDTH, ASM)
     if WIDTH < 16:
-        scale = tl.load(scale_ptr + token, mask=ok, other=0.0).to(tl.float32) * norm
-        minimum = tl.load(minimum_ptr + token, mask=ok, other=0.0).to(tl.float32)
-        lowest += p * minimum[None, :]
-        p *= scale[None, :]
-    v = tl.reshape(tl.trans(unpacked(words, WIDTH, ASM), 0, 2, 1), [64, BLOCK_D])
-    return tl.dot(p.to(tl.float16), v, acc), lowest
+        scale = tl.load(scale_ptr + token, mask=ok, other=0.0)[:, None, None]
+        minimum = tl.load(minimum_ptr + token, mask=ok, other=0.0)[:, None, None]
+        v = v * scale + minimum
+    return tl.dot(p, tl.reshape(tl.trans(v, 0, 2, 1), [64, BLOCK_D]), acc)
 
 
 @triton.jit
 def packed_item(
-    scaled_ptr, undo_ptr, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr,
-    slot, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr, ASM: tl.constexpr,
+    scaled_ptr, undo_ptr, halves_ptr, words_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens with 2^(kind + 1) bits of V in tiles begin .. end of the entry at `row`.
 
@@ -108,38 +106,40 @@ def packed_item(
     zone_start = tl.where(kind > 0, t2, 0) + tl.where(kind > 1, t4, 0) + tl.where(kind > 2, t8, 0)
     zone_stop = zone_start + tl.load(row + 5 + kind).to(tl.int32)
     key_words = words_ptr + tl.multiple_of(tl.load(row + 9), 8)
-    key_pairs = pairs_ptr + tl.multiple_of(tl.load(row + 9) // 2, 4)
     value_words = words_ptr + tl.multiple_of(tl.load(row + 15 + kind), 8)
     key_scale_ptr, key_minimum_ptr = halves_ptr + tl.load(row + 11), halves_ptr + tl.load(row + 12)
     scale_ptr = halves_ptr + tl.load(row + 13) + zone_start
     minimum_ptr = halves_ptr + tl.load(row + 14) + zone_start
-    exponent = tl.load(row + 21).to(tl.int32)
-    norm = power_of_two(exponent)
     full = num_tokens // 128
     last_lanes = (num_tokens - full * 128 + 7) // 8
-    g, t = tl.arange(0, BLOCK_G), tl.arange(0, 64)
+    g, d, t = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, 64)
     undo = tl.load(undo_ptr + g)[:, None]
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     # column sums, which are added up at the end, because sums across warps wait for one another
     totals = tl.zeros([BLOCK_G, 64], tl.float32)
-    lowest = tl.zeros([BLOCK_G, 64], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for tile in range(begin, end):
         block, field = tile // 2, tile % 2 * 4
-        start = block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
+        block_words = key_words + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
+        lanes = tl.where(block < full, 16, last_lanes)
         # a last block of at most 64 tokens is one group
         headers = tl.minimum(tile, tl.cdiv(num_tokens, 64) - 1) * (n2 + n4 + n8)
-        if block < full:
-            logits = _key_logits(
-                scaled_ptr, key_words, key_pairs, key_scale_ptr + headers, key_minimum_ptr + headers, start,
-                16, field, n2, n4, n8, n16, g, BLOCK_D, BLOCK_C, True,
-            )  # fmt: skip
-        else:
-            logits = _key_logits(
-                scaled_ptr, key_words, key_pairs, key_scale_ptr + headers, key_minimum_ptr + headers, start,
-                last_lanes, field, n2, n4, n8, n16, g, BLOCK_D, BLOCK_C, False,
-            )  # fmt: skip
-        lanes = tl.where(block < full, 16, last_lanes)
+        logits = tl.zeros([BLOCK_G, 64], tl.float32)
+        for first in range(0, n2 + n4 + n8 + n16, BLOCK_C):
+            c = first + tl.arange(0, BLOCK_C)
+            q = tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :])
+            if block < full:
+                k = _tile_keys(
+                    block_words, key_scale_ptr + headers, key_minimum_ptr + headers, c, 16, field, n2, n4,
+                    n8, n16, True, ASM,
+                )  # fmt: skip
+                logits = tl.dot(q, k, logits)
+            else:
+                k = _tile_keys(
+                    block_words, key_scale_ptr + headers, key_minimum_ptr + headers, c, last_lanes, field,
+                    n2, n4, n8, n16, False, ASM,
+                )  # fmt: skip
+                logits = tl.dot(q, k, logits)
         token = block * 128 + (field + t // 16) * lanes + t % 16
         ok = (t % 16 < lanes) & (token >= zone_start) & (token < zone_stop)
         logits = tl.where(ok[None, :], logits * undo, float("-inf"))
@@ -149,36 +149,33 @@ def packed_item(
         p = tl.exp2(logits - base[:, None])
         highest = new_highest
         totals = totals * shrink[:, None] + p
-        lowest *= shrink[:, None]
         acc *= shrink[:, None]
         token -= zone_start
+        half = p.to(tl.float16)
         if kind == 0:
-            acc, lowest = _add_value_products(
-                acc, lowest, p, token, ok, value_words, scale_ptr, minimum_ptr, norm, D, BLOCK_D, 2, ASM
+            acc = _add_value_products(
+                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 2, ASM
             )
         elif kind == 1:
-            acc, lowest = _add_value_products(
-                acc, lowest, p, token, ok, value_words, scale_ptr, minimum_ptr, norm, D, BLOCK_D, 4, ASM
+            acc = _add_value_products(
+                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 4, ASM
             )
         elif kind == 2:
-            acc, lowest = _add_value_products(
-                acc, lowest, p, token, ok, value_words, scale_ptr, minimum_ptr, norm, D, BLOCK_D, 8, ASM
+            acc = _add_value_products(
+                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 8, ASM
             )
         else:
-            acc, lowest = _add_value_products(
-                acc, lowest, p, token, ok, value_words, scale_ptr, minimum_ptr, norm, D, BLOCK_D, 16, ASM
+            acc = _add_value_products(
+                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 16, ASM
             )
     total = tl.sum(totals, 1)
-    share = 1.0 / tl.where(total > 0, total, 1.0)
-    unit = tl.where(kind < 3, share * power_of_two(-exponent), share)
     # all words' first codes, then their second ones; a byte has channels i, i + stride, ..., a word the
     # bytes 2 j and 2 j + 1
-    d = tl.arange(0, BLOCK_D)
     num_words = BLOCK_D >> (3 - kind)
     field, j = d // num_words, d % num_words
     of_byte = tl.maximum(4 >> kind, 1)
     channel = tl.where(kind < 3, 2 * j + field // of_byte + field % of_byte * (D * (2 << kind) // 8), d)
-    value = acc * unit[:, None] + (tl.sum(lowest, 1) * share)[:, None]
+    value = acc / tl.where(total > 0, total, 1.0)[:, None]
     store_part(partial_ptr, slot, value, g, channel, j < (D >> (3 - kind)), G, D)
     tl.store(lse_ptr + slot * G + g, log_sum(highest, total), mask=g < G)
 

@@ -1,8 +1,8 @@
 """TriZone's first launch: queries in the packed channels' order.
 
-    _prologue_kernel  (entry): permutes the queries to the packed channels' order, and multiplies each query
-                      head by a power of two with which its products with K scales are float16 numbers; clears
-                      the output of as many heads, because no item writes that of an empty slot
+    _prologue_kernel  (entry): permutes the queries to the packed channels' order, as float16 numbers times a
+                      power of two; clears the output of as many heads, because no item writes that of an
+                      empty slot
 
 Imported only by the Triton modules of this folder, because it imports Triton.
 """
@@ -12,13 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvferry.kernels.packed.layer import SCALE_EXPONENT
-
-_LARGEST = tl.constexpr(2.0**SCALE_EXPONENT)
-
 
 @triton.jit
-def power_of_two(exponent):
+def _power_of_two(exponent):
     """Compute 2^exponent, for exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -38,8 +34,7 @@ def _prologue_kernel(
     entry = tl.program_id(0)
     row = entries_ptr + entry * FIELDS
     bh = tl.load(row)
-    coded = tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3)
-    kept = coded + tl.load(row + 4)
+    kept = tl.load(row + 1) + tl.load(row + 2) + tl.load(row + 3) + tl.load(row + 4)
     g, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     channel = tl.load(half_words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int32)
     # a packed index is checked when it is received; this keeps reads in bounds whatever the bytes are
@@ -50,10 +45,8 @@ def _prologue_kernel(
     tl.store(out_ptr + (entry * G + g[:, None]) * D + c[None, :], nothing, mask=there)
     mask = (g[:, None] < G) & (c[None, :] < kept)
     q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0)
-    q = q.to(tl.float32) * scale_log2
-    # no group's scales are larger; channels of 16 bits have none
-    largest = tl.where(c < coded, power_of_two(-tl.load(row + 20).to(tl.int32)) * _LARGEST, 1.0)
-    exponent = _exponent_to(tl.max(tl.abs(q) * largest[None, :], 1), 14)
+    q = q.to(tl.float32)
+    exponent = _exponent_to(tl.max(tl.abs(q), 1), 14)
     at = (entry * BLOCK_G + g[:, None]) * BLOCK_D + c[None, :]
-    tl.store(scaled_ptr + at, q * power_of_two(exponent)[:, None])
-    tl.store(undo_ptr + entry * BLOCK_G + g, power_of_two(-exponent))
+    tl.store(scaled_ptr + at, (q * _power_of_two(exponent)[:, None]).to(tl.float16))
+    tl.store(undo_ptr + entry * BLOCK_G + g, _power_of_two(-exponent) * scale_log2)

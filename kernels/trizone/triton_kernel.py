@@ -45,8 +45,8 @@ MAX_REGISTERS = 128
 
 @triton.jit
 def _trizone_kernel(
-    query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, pairs_ptr, entries_ptr, items_ptr,
-    scaled_ptr, undo_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
+    query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, entries_ptr, items_ptr, scaled_ptr,
+    undo_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr,
     ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
@@ -60,7 +60,7 @@ def _trizone_kernel(
     undo = undo_ptr + source.to(tl.int64) * BLOCK_G
     if kind <= 3:
         packed_item(
-            scaled, undo, halves_ptr, words_ptr, pairs_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
+            scaled, undo, halves_ptr, words_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
             G, BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
         )  # fmt: skip
     elif kind == 4:
@@ -79,8 +79,8 @@ class TriZoneScratch(NamedTuple):
     """What the launches of a batch pass to one another.
 
     Attributes:
-        scaled, undo: each entry's queries times a power of two, float32 `[entries, 16, D to a power of two]`,
-            and what undoes it, float32 `[entries, 16]`.
+        scaled, undo: each entry's queries times a power of two, float16 `[entries, 16, D to a power of two]`,
+            and what makes logits of their products, float32 `[entries, 16]`.
         splits: a slot for each item.
     """
 
@@ -93,7 +93,7 @@ class TriZoneScratch(NamedTuple):
         """Allocate a batch's scratch. Args: output `[..., G, D]`, a head for each (sequence, KV head)."""
         block_d, device = max(triton.next_power_of_2(output.shape[-1]), 16), output.device
         return cls(
-            scaled=torch.empty(num_entries, MIN_BLOCK_G, block_d, dtype=torch.float32, device=device),
+            scaled=torch.empty(num_entries, MIN_BLOCK_G, block_d, dtype=torch.float16, device=device),
             undo=torch.empty(num_entries, MIN_BLOCK_G, dtype=torch.float32, device=device),
             splits=split_workspace(output, num_items),
         )
@@ -126,7 +126,7 @@ def trizone_decode_batch(
     group_size, head_dim = queries.shape[2:]
     block_d = max(triton.next_power_of_2(head_dim), 16)
     usable = codes[: codes.numel() // 4 * 4]
-    halves, words, pairs = (usable.view(dtype) for dtype in (torch.float16, torch.int16, torch.int32))
+    halves, words = usable.view(torch.float16), usable.view(torch.int16)
     scale_log2 = scaling * LOG2_E
     entries, splits = work.entries, scratch.splits
     shape = {"G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": block_d}
@@ -136,8 +136,8 @@ def trizone_decode_batch(
         num_warps=4 if block_d <= 128 else 8, num_stages=1,
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
-        queries, keys, values, heads, halves, words, pairs, entries, work.items, scratch.scaled,
-        scratch.undo, splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
+        queries, keys, values, heads, halves, words, entries, work.items, scratch.scaled, scratch.undo,
+        splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
         **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
