@@ -73,30 +73,32 @@ def _add_value_products(
     acc, p, token, ok, words_ptr, scale_ptr, minimum_ptr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add `sum_t p_t v_t` of one tile's tokens to acc, all words' first codes first.
+    """Add `sum_t v_t p_t` of one tile's tokens to acc, all words' first codes first.
 
-    Args: p float16 `[BLOCK_G, 64]`; token `[64]`, each one's place in the zone to whose V the pointers point.
+    Args: acc `[BLOCK_D, BLOCK_Q]`; p float16 `[64, BLOCK_Q]`; token `[64]`, each one's place in the zone to whose V the pointers point.
     """
     j = tl.arange(0, BLOCK_D * WIDTH // 16)
     row = token[:, None] * (D * WIDTH // 16) + j[None, :]
     words = tl.load(words_ptr + row, mask=ok[:, None] & (j < D * WIDTH // 16)[None, :], other=0)
-    v = unpacked(words, WIDTH, ASM)
-    if WIDTH < 16:
-        scale = tl.load(scale_ptr + token, mask=ok, other=0.0)[:, None, None]
-        minimum = tl.load(minimum_ptr + token, mask=ok, other=0.0)[:, None, None]
-        v = v * scale + minimum
-    return tl.dot(p, tl.reshape(tl.trans(v, 0, 2, 1), [64, BLOCK_D]), acc)
+    # cheap loads: there are fewer tokens than threads; words of 16 bits need neither
+    scale = tl.load(scale_ptr + token, mask=ok & (WIDTH < 16), other=0.0)[:, None]
+    minimum = tl.load(minimum_ptr + token, mask=ok & (WIDTH < 16), other=0.0)[:, None]
+    v = unpacked(
+        words, tl.broadcast_to(scale, words.shape), tl.broadcast_to(minimum, words.shape), WIDTH, ASM
+    )
+    return tl.dot(tl.trans(tl.reshape(tl.trans(v, 0, 2, 1), [64, BLOCK_D])), p, acc)
 
 
 @triton.jit
 def packed_item(
     scaled_ptr, undo_ptr, halves_ptr, words_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
-    ASM: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens with 2^(kind + 1) bits of V in tiles begin .. end of the entry at `row`.
 
-    A tile is half a token block: four of its eight fields, which are in one group of K's scales.
+    A tile is half a token block: four of its eight fields, which are in one group of K's scales. Products are
+    transposed, because a group of queries is shorter than the least number of a product's rows.
     """
     n2, n4 = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
     n8, n16 = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
@@ -112,44 +114,44 @@ def packed_item(
     minimum_ptr = halves_ptr + tl.load(row + 14) + zone_start
     full = num_tokens // 128
     last_lanes = (num_tokens - full * 128 + 7) // 8
-    g, d, t = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, 64)
-    undo = tl.load(undo_ptr + g)[:, None]
-    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    g, d, t = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, 64)
+    undo = tl.load(undo_ptr + g)[None, :]
+    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     # column sums, which are added up at the end, because sums across warps wait for one another
-    totals = tl.zeros([BLOCK_G, 64], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    totals = tl.zeros([64, BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_Q], tl.float32)
     for tile in range(begin, end):
         block, field = tile // 2, tile % 2 * 4
         block_words = key_words + block * (16 * (n2 + 2 * n4 + 4 * n8 + 8 * n16))
         lanes = tl.where(block < full, 16, last_lanes)
         # a last block of at most 64 tokens is one group
         headers = tl.minimum(tile, tl.cdiv(num_tokens, 64) - 1) * (n2 + n4 + n8)
-        logits = tl.zeros([BLOCK_G, 64], tl.float32)
+        logits = tl.zeros([64, BLOCK_Q], tl.float32)
         for first in range(0, n2 + n4 + n8 + n16, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
-            q = tl.load(scaled_ptr + g[:, None] * BLOCK_D + c[None, :])
+            q = tl.load(scaled_ptr + g[None, :] * BLOCK_D + c[:, None])
             if block < full:
                 k = _tile_keys(
                     block_words, key_scale_ptr + headers, key_minimum_ptr + headers, c, 16, field, n2, n4,
                     n8, n16, True, ASM,
                 )  # fmt: skip
-                logits = tl.dot(q, k, logits)
+                logits = tl.dot(tl.trans(k), q, logits)
             else:
                 k = _tile_keys(
                     block_words, key_scale_ptr + headers, key_minimum_ptr + headers, c, last_lanes, field,
                     n2, n4, n8, n16, False, ASM,
                 )  # fmt: skip
-                logits = tl.dot(q, k, logits)
+                logits = tl.dot(tl.trans(k), q, logits)
         token = block * 128 + (field + t // 16) * lanes + t % 16
         ok = (t % 16 < lanes) & (token >= zone_start) & (token < zone_stop)
-        logits = tl.where(ok[None, :], logits * undo, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(logits, 1))
+        logits = tl.where(ok[:, None], logits * undo, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(logits, 0))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = tl.exp2(highest - base)
-        p = tl.exp2(logits - base[:, None])
+        p = tl.exp2(logits - base[None, :])
         highest = new_highest
-        totals = totals * shrink[:, None] + p
-        acc *= shrink[:, None]
+        totals = totals * shrink[None, :] + p
+        acc *= shrink[None, :]
         token -= zone_start
         half = p.to(tl.float16)
         if kind == 0:
@@ -168,15 +170,16 @@ def packed_item(
             acc = _add_value_products(
                 acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 16, ASM
             )
-    total = tl.sum(totals, 1)
+    total = tl.sum(totals, 0)
     # all words' first codes, then their second ones; a byte has channels i, i + stride, ..., a word the
     # bytes 2 j and 2 j + 1
     num_words = BLOCK_D >> (3 - kind)
     field, j = d // num_words, d % num_words
     of_byte = tl.maximum(4 >> kind, 1)
     channel = tl.where(kind < 3, 2 * j + field // of_byte + field % of_byte * (D * (2 << kind) // 8), d)
-    value = acc / tl.where(total > 0, total, 1.0)[:, None]
-    store_part(partial_ptr, slot, value, g, channel, j < (D >> (3 - kind)), G, D)
+    mask = (g[None, :] < G) & ((j < (D >> (3 - kind))) & (channel < D))[:, None]
+    value = acc / tl.where(total > 0, total, 1.0)[None, :]
+    tl.store(partial_ptr + (slot * G + g[None, :]).to(tl.int64) * D + channel[:, None], value, mask=mask)
     tl.store(lse_ptr + slot * G + g, log_sum(highest, total), mask=g < G)
 
 

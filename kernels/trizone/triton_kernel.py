@@ -61,7 +61,7 @@ def _trizone_kernel(
     if kind <= 3:
         packed_item(
             scaled, undo, halves_ptr, words_ptr, row, kind, begin, end, partial_ptr, lse_ptr, slot,
-            G, BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
+            G, BLOCK_G, 8 if G <= 8 else BLOCK_G, D, BLOCK_D, BLOCK_C, ASM,
         )  # fmt: skip
     elif kind == 4:
         rows_item(
