@@ -30,7 +30,7 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
     """Look for an index, scales or half floats that no packer writes, before anything attends to them.
 
     Returns: a function that refuses them. It waits for the device, and must be called before the layer is
-        used: it also prepares the layer for a batch.
+        used.
 
         Raises: ValueError: a channel or a position is out of range, repeated or out of order, or a scale is
         not finite and positive, or a minimum or a 16-bit value not finite.
@@ -40,7 +40,6 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
 
     def in_torch() -> Callable[[], None]:
         check_in_torch(packed, num_prompt_tokens)
-        _ = packed.scale_exponents
         return lambda: None
 
     if path_for("packed_check", packed.buffer.device) == "torch" or not packed.buffer.numel():
@@ -53,10 +52,7 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
         found = _HostRead(check_kernel.begin(packed, num_prompt_tokens))
 
         def refuse() -> None:
-            of_heads = check_kernel.faults(found.wait())
-            _refuse(packed, num_prompt_tokens, of_heads[:, 0].tolist())
-            scales = of_heads[:, 1:].contiguous().view(torch.float32)
-            packed.__dict__["scale_exponents"] = packed.exponents_of(torch.where(scales > 0, scales, 1.0))
+            _refuse(packed, num_prompt_tokens, check_kernel.faults(found.wait()).tolist())
 
         return refuse
 

@@ -47,8 +47,7 @@ def _count_bad_scales(scale_ptr, minimum_ptr, i, n):
     scale = tl.load(scale_ptr + i, mask=inside, other=1.0).to(tl.float32)
     minimum = tl.load(minimum_ptr + i, mask=inside, other=0.0)
     bad = inside & (((scale > 0) & _is_finite(scale) & _is_finite(minimum)) == 0)
-    largest = tl.max(tl.where(inside, scale, 0.0), 0)
-    return tl.sum(bad.to(tl.int32), 0), largest
+    return tl.sum(bad.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,28 +65,23 @@ def _check_kernel(
     seen_ptr += head.to(tl.int64) * (D + num_tokens)
     d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     channels, positions, scales, halves = 0, 0, 0, 0
-    largest_of_keys, largest_of_values = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     if part == 0:
         channels = _count_bad_index(
             words_ptr + tl.load(row + 10), seen_ptr, d, c2 + c4 + c8 + c16, D, c2, c2 + c4, c2 + c4 + c8
         )
     num_headers = tl.cdiv(n, 64) * (c2 + c4 + c8)
     for start in range(part * BLOCK, num_headers, parts * BLOCK):
-        bad, highest = _count_bad_scales(
+        scales += _count_bad_scales(
             halves_ptr + tl.load(row + 11), halves_ptr + tl.load(row + 12), start + k, num_headers
         )
-        scales += bad
-        largest_of_keys = tl.maximum(largest_of_keys, highest)
     for start in range(part * BLOCK, n, parts * BLOCK):
         positions += _count_bad_index(
             positions_ptr + tl.load(row + 19), seen_ptr + D, start + k, n, num_tokens,
             t2, t2 + t4, t2 + t4 + t8,
         )  # fmt: skip
-        bad, highest = _count_bad_scales(
+        scales += _count_bad_scales(
             halves_ptr + tl.load(row + 13), halves_ptr + tl.load(row + 14), start + k, t2 + t4 + t8
         )
-        scales += bad
-        largest_of_values = tl.maximum(largest_of_values, highest)
     # K words of 16-bit channels: the last ones of each block
     for block in range(part, tl.cdiv(n, 128), parts):
         lanes = tl.minimum((n - block * 128 + 7) // 8, 16)
@@ -106,14 +100,11 @@ def _check_kernel(
         halves += tl.sum((_is_finite(x) == 0).to(tl.int32), 0)
     found = tl.where(channels > 0, _CHANNELS, 0) + tl.where(positions > 0, _POSITIONS, 0)
     found += tl.where(scales > 0, _SCALES, 0) + tl.where(halves > 0, _HALVES, 0)
-    at = out_ptr + (head * parts + part) * 3
-    tl.store(at, found)
-    tl.store(at + 1, largest_of_keys.to(tl.int32, bitcast=True))
-    tl.store(at + 2, largest_of_values.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + head * parts + part, found)
 
 
 def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
-    """Queue the checks. Returns: int32 `[H_kv, programs, 3]` on the device, for `faults`."""
+    """Queue the checks. Returns: int32 `[H_kv, programs]` on the device, for `faults`."""
     device, buffer, layout = packed.buffer.device, packed.buffer, packed.layout
     num_heads, head_dim = len(packed.heads), layout.head_dim
     (entries,) = packed_entries([packed], buffer)
@@ -124,7 +115,7 @@ def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
         region = regions["positions"]
         entries[h, ENTRY_FIELDS - 1] = (region.offset - start) // region.dtype.itemsize
     seen = torch.zeros(num_heads, head_dim + num_prompt_tokens, dtype=torch.int32, device=device)
-    found = torch.empty(num_heads, _PROGRAMS, 3, dtype=torch.int32, device=device)
+    found = torch.empty(num_heads, _PROGRAMS, dtype=torch.int32, device=device)
     _check_kernel[(num_heads, _PROGRAMS)](
         buffer.view(torch.int16), buffer.view(torch.float16), positions, entries.to(device), seen, found,
         num_prompt_tokens, D=head_dim, FIELDS=ENTRY_FIELDS, BLOCK=_BLOCK,
@@ -134,10 +125,5 @@ def begin(packed: PackedLayer, num_prompt_tokens: int) -> Tensor:
 
 
 def faults(found: Tensor) -> Tensor:
-    """Combine each head's faults, and the float32 bits of its largest scale of K and of V, 0 without one.
-
-    Args: found: of `begin`, on the host.
-    Returns: int32 `[H_kv, 3]`.
-    """
-    faults = functools.reduce(torch.bitwise_or, found[:, :, 0].unbind(1))
-    return torch.cat([faults[:, None], found[:, :, 1:].amax(1)], 1)
+    """Combine each head's faults. Args: found: of `begin`, on the host. Returns: int32 `[H_kv]`."""
+    return functools.reduce(torch.bitwise_or, found.unbind(1))

@@ -24,8 +24,6 @@ offsets of key_words (int16), channels (int16), key scales, key minima, value sc
 values 2, 4, 8 (int16), values 16 (float16), and the offset of the positions, which only packing reads, from a
 tensor of its own. Offsets count from the start of one buffer, which may contain many layers."""
 _FIRST_OFFSET = 9
-SCALE_EXPONENT = 13
-"""float16 represents p * s down to 2^-24; near the top of its range only negligible weights are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +77,6 @@ class PackedLayer:
     def plans(self) -> dict[int, Any]:
         """The torch path's plans for this layer by thread; they live as long as the layer."""
         return {}
-
-    @cached_property
-    def scale_exponents(self) -> Tensor:
-        """The exponents that bring each head's largest scale of K and of V to [2^(SCALE_EXPONENT - 1),
-        2^SCALE_EXPONENT): int64 `[H_kv, 2]`, on the host. `begin_packed_check` computes them, so that a batch
-        takes the layer without reading scales."""
-        one = torch.ones((), device=self.buffer.device)
-        scales = [part.float() for head in self.heads for part in (head.key_scales, head.value_scales)]
-        largest = torch.stack([part.max() if part.numel() else one for part in scales])
-        return self.exponents_of(largest.cpu().view(-1, 2))
-
-    @staticmethod
-    def exponents_of(largest_scales: Tensor) -> Tensor:
-        """Return `scale_exponents` for each head's largest scales, float32 `[H_kv, 2]` on the host."""
-        return (SCALE_EXPONENT - torch.frexp(largest_scales).exponent.long()).clamp(-100, 100)
 
 
 def view_packed_layer(layout: PackedLayout, buffer: Tensor) -> PackedLayer:

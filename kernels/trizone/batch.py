@@ -21,12 +21,10 @@ from kvferry.kernels.decode_batch import (
 from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.native.library import has_halves
-from kvferry.kernels.packed.layer import ENTRY_FIELDS as PACKED_FIELDS
-from kvferry.kernels.packed.layer import PackedLayer, packed_entries
+from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entries
 from kvferry.kernels.softmax import plain
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
-    ENTRY_FIELDS,
     FIRST_ITEM_COLUMN,
     HEAD_COLUMN,
     ITEM_FIELDS,
@@ -86,8 +84,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         self._codes = codes
         self._num_items = 0
         if self.has_tables:
-            num_fields = PACKED_FIELDS if self._is_native else ENTRY_FIELDS
-            size = (shape.num_layers, shape.num_heads, num_fields)
+            size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
             self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
             self._packed_tokens = self._entries, codes

@@ -1,9 +1,9 @@
 """Words of codes as float16, without an integer-to-float conversion.
 
 V, one width for all: `(word & mask) | 0x3C00` is the half `1 + code * 2^(shift - 10)`, code being the bits
-under the mask: one integer instruction for a pair of codes; one more turns it into the code, exactly, and one
-into the value. K, a width for each channel: `(word >> shift & mask) | 0x6400` is the half `1024 + code`. In the
-interpreter, which has no inline assembly, plain integer operations do the same.
+under the mask: one integer instruction for a pair of codes; one more turns it into the code, exactly, and
+one into the value. K, a width for each channel: `(word >> shift & mask) | 0x6400` is the half `1024 + code`.
+In the interpreter, which has no inline assembly, plain integer operations do the same.
 
 Order of codes: `kernels/packed/value_rows.py`, `key_words.py`.
 """
@@ -76,8 +76,8 @@ def _scaled(code, scale, minimum):
 def keys_of(words, shift, mask, one, base, scale, minimum, ASM: tl.constexpr):
     """Return `code * scale + minimum` in float16, the code being the bits of int16 words above `shift`.
 
-    Args: all of the words' shape, their rows constant. shift: int32; mask, one: int32, the same 16 bits twice;
-        base: float16, the half that `one` is; scale, minimum: float16.
+    Args: all of the words' shape, their rows constant. shift: int32; mask, one: int32, the same 16 bits
+        twice; base: float16, the half that `one` is; scale, minimum: float16.
     """
     if ASM:
         key = tl.inline_asm_elementwise(

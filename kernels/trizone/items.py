@@ -75,7 +75,8 @@ def _add_value_products(
 ):  # fmt: skip
     """Add `sum_t v_t p_t` of one tile's tokens to acc, all words' first codes first.
 
-    Args: acc `[BLOCK_D, BLOCK_Q]`; p float16 `[64, BLOCK_Q]`; token `[64]`, each one's place in the zone to whose V the pointers point.
+    Args: acc `[BLOCK_D, BLOCK_Q]`; p float16 `[64, BLOCK_Q]`; token `[64]`, each one's place in the zone to
+        whose V the pointers point.
     """
     j = tl.arange(0, BLOCK_D * WIDTH // 16)
     row = token[:, None] * (D * WIDTH // 16) + j[None, :]

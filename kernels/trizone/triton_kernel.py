@@ -24,12 +24,11 @@ from kvferry.kernels.descriptors import (
     uniform_heads,
 )
 from kvferry.kernels.dispatch import interpreting
-from kvferry.kernels.packed.layer import PackedLayer
+from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G, combine_if_last
 from kvferry.kernels.trizone.items import packed_item, rows_item
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
 from kvferry.kernels.trizone.work_list import (
-    ENTRY_FIELDS,
     ITEM_FIELDS,
     WorkList,
     work_list,

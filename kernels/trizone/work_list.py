@@ -17,13 +17,9 @@ from torch import Tensor
 
 from kvferry.kernels.descriptors import MAX_SPLITS
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, GROUP_TOKENS, WIDTHS
-from kvferry.kernels.packed.layer import ENTRY_FIELDS as LAYER_FIELDS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-ENTRY_FIELDS = LAYER_FIELDS + 2
-"""Columns of an entry: those of `packed_entries`, the output head first, and the two of
-`PackedLayer.scale_exponents`."""
 ITEM_FIELDS = 7
 """Columns of an item: kind, entry or head, begin, end, head, the head's first item and number of items."""
 _, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
@@ -82,7 +78,6 @@ def work_list(
     of_layers = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence])
     heads, order = (of_layers[:, None] * num_heads + torch.arange(num_heads)).flatten().sort(stable=True)
     entries = packed_entries(layers, base).flatten(0, 1)[order]
-    exponents = torch.stack([layer.scale_exponents for layer in layers]).flatten(0, 1)[order]
     entries[:, 0] = heads
     channels, tokens = entries[:, 1:5], entries[:, 5:9]
     starts_head = torch.ones_like(heads)
@@ -117,7 +112,7 @@ def work_list(
         (per_head.cumsum(0) - per_head)[head], per_head[head],
     )  # fmt: skip
     return WorkList(
-        entries=torch.cat([entries, exponents], 1),
+        entries=entries,
         items=torch.stack(columns, 1).to(torch.int32),
     )
 

@@ -230,28 +230,6 @@ def test_scales_and_minima_of_every_group_are_checked(check, num_tokens, name, e
     check(packed, num_tokens)
 
 
-@pytest.mark.parametrize(("of_keys", "of_values"), [(3.0, 0.1), (1e-3, 5e3)])
-def test_the_largest_scales_are_brought_to_the_same_power_of_two(of_keys, of_values):
-    generator = torch.Generator().manual_seed(2)
-    keys, values = torch.rand(2, 2, 300, 5, generator=generator)
-    keys[0, 200] *= 100  # one group's
-    bits = torch.full((2, 300), 4)
-    layers = [pack_layer(of_keys * keys, of_values * values, bits[:, :5], bits) for _ in range(2)]
-    for path, packed in zip(("torch", "triton"), layers, strict=True):
-        dispatch.configure(path, torch.device("cpu"))
-        try:
-            begin_packed_check(packed, 300)()
-        finally:
-            dispatch.configure("auto", torch.device("cpu"))
-        assert packed.scale_exponents.shape == (2, 2)
-        for head, exponents in zip(packed.heads, packed.scale_exponents, strict=True):
-            largest = torch.stack([head.key_scales.float().max(), head.value_scales.float().max()])
-            brought = largest * exponents.exp2()
-            assert ((brought >= 2.0**12) & (brought < 2.0**13)).all()
-    assert torch.equal(layers[0].scale_exponents, layers[1].scale_exponents)
-    assert layers[0].scale_exponents[0, 0] < layers[0].scale_exponents[1, 0]
-
-
 @pytest.mark.parametrize("num_tokens", [1, 8, 127, 128, 141])
 def test_sixteen_bit_channels_that_are_not_finite_are_refused_but_padding_may_hold_anything(
     check, num_tokens

@@ -61,6 +61,5 @@ def test_launches_and_reads_of_a_layer(num_kv_heads: int) -> None:
         dispatch.configure("auto", torch.device("cpu"))
     assert not quarantined()
     assert torch.equal(shipped.buffer, expected.buffer)
-    assert torch.equal(received.scale_exponents, expected.scale_exponents)
     assert committing.reads == committing.launches == {"_to_copy": 1}
     assert counted == {"compress": COMPRESS, "check": CHECK}, (compressing.launches, checking.launches)
