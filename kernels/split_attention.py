@@ -231,11 +231,11 @@ def combine_if_last(
 
 
 @triton.jit
-def _append_rows_kernel(
-    key_ptr, value_ptr, buffer_ptr, heads_ptr,
+def append_row(
+    key_ptr, value_ptr, buffer_ptr, heads_ptr, bh,
     D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    bh = tl.program_id(0).to(tl.int64)
+    """Write row `length - 1` of one head, if it has a length. Args: bh: int64."""
     entry = heads_ptr + bh * FIELDS
     length = tl.load(entry + 2)
     d = tl.arange(0, BLOCK_D)
@@ -245,6 +245,15 @@ def _append_rows_kernel(
     value = tl.load(value_ptr + bh * D + d, mask=mask, other=0.0)
     tl.store(buffer_ptr + tl.load(entry) + row, key, mask=mask)
     tl.store(buffer_ptr + tl.load(entry + 1) + row, value, mask=mask)
+
+
+@triton.jit
+def _append_rows_kernel(
+    key_ptr, value_ptr, buffer_ptr, heads_ptr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    append_row(key_ptr, value_ptr, buffer_ptr, heads_ptr, bh, D, BLOCK_D, FIELDS)
 
 
 def append_rows(buffer: Tensor, heads: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -87,7 +87,7 @@ class KernelTimes:
             Moved(kernel=kernel, launches=1, size_bytes=heads * size, special=special)
             for kernel, size in by_kernel.items()
         ]
-        if method != "rocketkv":  # its first kernel appends the row
+        if method not in ("rocketkv", "rdkv"):  # their first kernels append the row
             appended = counts.at("append_rows", heads)
             moved += [Moved(kernel=kernel, launches=1, size_bytes=size) for kernel, size in appended.items()]
         return moved

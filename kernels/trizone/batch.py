@@ -1,5 +1,5 @@
-"""Mixed-bit decode attention of a batch: packed prompts of ragged heads and their new rows, in three launches
-per layer (append, prologue, attend), or one call of C code."""
+"""Mixed-bit decode attention of a batch: packed prompts of ragged heads and their new rows, in two launches
+per layer (prologue and append, attend), or one call of C code."""
 
 from __future__ import annotations
 
@@ -198,11 +198,9 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         self, layer: int, heads: Tensor, step: NewTokens, scratch: PackedScratch, output: Tensor
     ) -> None:
         # a CPU install has no Triton
-        from kvferry.kernels.split_attention import append_rows
         from kvferry.kernels.trizone.triton_kernel import trizone_decode_batch
 
         assert scratch.launches is not None, "Triton kernels have scratch memory"
-        append_rows(self._base, heads, step.keys, step.values)
         trizone_decode_batch(
             step.queries,
             self._base,
@@ -214,4 +212,6 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             scaling=plain(step.scaling),
             scratch=scratch.launches,
             output=output,
+            new_keys=step.keys,
+            new_values=step.values,
         )

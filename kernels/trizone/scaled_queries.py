@@ -1,8 +1,8 @@
-"""TriZone's first launch: queries in the packed channels' order.
+"""TriZone's first launch: new rows, and queries in the packed channels' order.
 
     _prologue_kernel  (entry): permutes the queries to the packed channels' order, as float16 numbers times a
-                      power of two; clears the output of as many heads, because no item writes that of an
-                      empty slot
+                      power of two; writes the new row of as many heads, and clears their output, because no
+                      item writes that of an empty slot
 
 Imported only by the Triton modules of this folder, because it imports Triton.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kvferry.kernels.split_attention import append_row
 
 
 @triton.jit
@@ -28,8 +30,9 @@ def _exponent_to(size, TARGET: tl.constexpr):
 
 @triton.jit
 def _prologue_kernel(
-    query_ptr, half_words_ptr, entries_ptr, scaled_ptr, undo_ptr, out_ptr, scale_log2, num_heads,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    query_ptr, half_words_ptr, entries_ptr, scaled_ptr, undo_ptr, out_ptr, new_key_ptr, new_value_ptr,
+    buffer_ptr, heads_ptr, scale_log2, num_heads, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, HEAD_FIELDS: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     row = entries_ptr + entry * FIELDS
@@ -39,7 +42,12 @@ def _prologue_kernel(
     channel = tl.load(half_words_ptr + tl.load(row + 10) + c, mask=c < kept, other=0).to(tl.int32)
     # a packed index is checked when it is received; this keeps reads in bounds whatever the bytes are
     channel = tl.minimum(tl.maximum(channel, 0), D - 1)
-    # heads have one entry or more: one program clears the head of its own number
+    # heads have one entry or more: one program appends and clears for the head of its own number
+    if APPEND:  # noqa: SIM102, a constant: where it is false, nothing of the branch is compiled
+        if entry < num_heads:
+            append_row(
+                new_key_ptr, new_value_ptr, buffer_ptr, heads_ptr, entry.to(tl.int64), D, BLOCK_D, HEAD_FIELDS
+            )
     nothing = tl.zeros([BLOCK_G, BLOCK_D], out_ptr.dtype.element_ty)
     there = (g[:, None] < G) & (c[None, :] < D) & (entry < num_heads)
     tl.store(out_ptr + (entry * G + g[:, None]) * D + c[None, :], nothing, mask=there)

@@ -1,6 +1,6 @@
 """TriZone attention in Triton: a prologue, then zones A, B and C of a whole batch in one launch.
 
-_prologue_kernel  (entry): queries in the packed channels' order; `scaled_queries.py`
+_prologue_kernel  (entry): new rows, and queries in the packed channels' order; `scaled_queries.py`
 _trizone_kernel   (item of the work list): online softmax over the item's rows, packed or not, `items.py`;
                   the last item of a head combines them all
 """
@@ -110,6 +110,8 @@ def trizone_decode_batch(
     scaling: float,
     scratch: TriZoneScratch,
     output: Tensor,
+    new_keys: Tensor | None = None,
+    new_values: Tensor | None = None,
 ) -> None:
     """Run one decode step of a batch over its packed prompts and new rows: a prologue and one launch.
 
@@ -121,6 +123,8 @@ def trizone_decode_batch(
         scratch: for at least as many entries and items as the list has.
         output: out, contiguous `[B, H_kv, G, D]` in the queries' dtype; zero of a head without items, if
             there are entries.
+        new_keys, new_values: contiguous `[B, H_kv, D]`, to be written to `keys` as row `length - 1` of each
+            head that has a length; both None if the rows are written already. Rows are then D elements apart.
     """
     group_size, head_dim = queries.shape[2:]
     block_d = max(triton.next_power_of_2(head_dim), 16)
@@ -131,7 +135,9 @@ def trizone_decode_batch(
     shape = {"G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": block_d}
     shape["FIELDS"] = ENTRY_FIELDS
     _prologue_kernel[(entries.shape[0],)](
-        queries, words, entries, scratch.scaled, scratch.undo, output, scale_log2, heads.shape[0], **shape,
+        queries, words, entries, scratch.scaled, scratch.undo, output,
+        queries if new_keys is None else new_keys, queries if new_values is None else new_values, keys, heads,
+        scale_log2, heads.shape[0], **shape, HEAD_FIELDS=heads.shape[1], APPEND=new_keys is not None,
         num_warps=4 if block_d <= 128 else 8, num_stages=1,
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
