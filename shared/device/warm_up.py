@@ -22,9 +22,10 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.compress import compress_prompt
+from kvferry.shared.compression.draft import greedy, run_draft
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, ResolvedPlan
+from kvferry.shared.compression.plan import Budget, ResolvedPlan, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
@@ -76,7 +77,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
     methods = applicable_methods(spec.layers)
     pass_ = CollectingPass(model)
     token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
-    model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
+    logits = model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
     for number, method in enumerate(methods):
         progress(number / len(methods), method)
         try:
@@ -91,6 +92,9 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
             layers = reconstruct(
                 model, resolved, pass_.layers, token_ids=token_ids.tolist(), states=pass_.states
             )
+            if num_draft := num_draft_tokens(resolved):
+                draw, states = greedy(spec, num_draft), pass_.states
+                layers = [*run_draft(model, layers, logits=logits, draw=draw, states=states).layers]
             resolved, tensors = compress_prompt(spec, resolved, layers, pass_.states)
         except Exception as error:
             if is_lost(error):
