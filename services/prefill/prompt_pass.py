@@ -286,7 +286,7 @@ class PromptPass:
         self.times.compress_s += self._clock() - begin_s
 
     def _num_left_bytes(self, inputs: LayerInputs) -> int:
-        """Return the bytes of K and V of this and later layers, doubled: a draft joins its rows to them."""
+        """Return the bytes of K and V of this and later layers, doubled: a draft copies them."""
         num_left = 2 * (self._model.spec.num_layers - inputs.layer) + 2
         return num_left * self._num_distinct * inputs.keys.nbytes
 
@@ -314,9 +314,8 @@ class PromptPass:
         begin_s = self._clock()
 
         def before_token() -> None:
-            self._pauses.allowed = False
             self._job.check_cancelled()
-            self._pauses.allowed = self._pauses_in_model
+            self._pauses.offer()  # not within a token, which is short
 
         ships = self._job.ships_draft
         drafted = run_draft(
@@ -327,7 +326,6 @@ class PromptPass:
             states=self._states,
             before_token=before_token,
         )
-        self._pauses.allowed = False
         self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted.layers]
         if not ships:
             self.times.compress_s += self._clock() - begin_s

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.compression.interface import Ahead, LayerInputs
+from kvferry.shared.compression.plan import MOST_DRAFT_TOKENS
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 
@@ -60,7 +62,8 @@ def run_draft(
     states: Mapping[int, Tensors] | None = None,
     before_token: Callable[[], None] = lambda: None,
 ) -> Drafted:
-    """Run the tokens of a draft after a prompt. It ends at the end of the model's window at the latest.
+    """Run the tokens of a draft after a prompt. It ends at the end of the model's window, or after
+    MOST_DRAFT_TOKENS, at the latest.
 
     Args:
         layers: of the whole prompt, one for each layer that attends; on any device, where they stay.
@@ -69,21 +72,22 @@ def run_draft(
         states: after the prompt, by layer, without a batch's dimension.
         before_token: called before each token is run; may raise to end the draft.
     """
-    draft, tokens = _Draft(model.device, layers, states or {}), list[DraftToken]()
-    for position in range(layers[0].keys.shape[1], model.spec.max_model_len):
-        if (token_id := draw(logits)) is None:
+    num_tokens, tokens = layers[0].keys.shape[1], list[DraftToken]()
+    num_left = model.spec.max_model_len - num_tokens
+    draft: DraftSteps | _PromptPasses | None = None
+    for _ in range(num_left):
+        if (token_id := draw(logits)) is None or len(tokens) == MOST_DRAFT_TOKENS:
             break
         before_token()
-        logits = model.prefill(
-            torch.tensor([token_id], device=model.device),
-            start=position,
-            observer=draft,
-            states=draft,
-            num_queries=1,
-        )
+        if draft is None and model.num_ranks > 1:
+            draft = _PromptPasses(model, layers)
+        elif draft is None:
+            draft = DraftSteps(model, layers, states or {}, room=min(num_left, MOST_DRAFT_TOKENS))
+        logits = draft.run(token_id)
         tokens.append(DraftToken(token_id=token_id, logits=logits, states=dict(draft.states)))
-    layers = tuple([replace(inputs, ahead=draft.ahead.get(inputs.layer)) for inputs in layers])
-    return Drafted(layers=layers, tokens=tuple(tokens))
+    ahead = None if draft is None else draft.ahead
+    layers = [replace(inputs, ahead=None if ahead is None else ahead(inputs.layer)) for inputs in layers]
+    return Drafted(layers=tuple(layers), tokens=tuple(tokens))
 
 
 def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
@@ -97,39 +101,39 @@ def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
     return draw
 
 
-class _Draft:
-    """Implements `PrefillObserver` and `LayerStates` for passes of one token each.
+class _PromptPasses:
+    """Runs each token as a prompt's pass, in a model of several ranks: a step's attention is in the ranks,
+    which do not have the prompt. Implements `PrefillObserver`.
 
-    Attributes: ahead: rows of the tokens so far, by layer; states: those after them, by layer.
+    Attributes: states: none; no such model has them.
     """
 
-    def __init__(
-        self, device: torch.device, layers: Sequence[LayerInputs], states: Mapping[int, Tensors]
-    ) -> None:
-        self._device = device
+    states: Mapping[int, Tensors] = {}
+
+    def __init__(self, model: LanguageModel, layers: Sequence[LayerInputs]) -> None:
+        self._model = model
         self._rows = {inputs.layer: (inputs.keys, inputs.values) for inputs in layers}
-        self._on_host = {inputs.layer for inputs in layers if inputs.keys.device != device}
-        self.ahead: dict[int, Ahead] = {}
-        self.states = dict(states)
+        self._ahead: dict[int, Ahead] = {}
+        self._position = layers[0].keys.shape[1]
+
+    def run(self, token_id: int) -> Tensor:
+        """See `DraftSteps.run`."""
+        token = torch.tensor([token_id], device=self._model.device)
+        logits = self._model.prefill(token, start=self._position, observer=self, num_queries=1)
+        self._position += 1
+        return logits
+
+    def ahead(self, layer: int) -> Ahead | None:
+        """See `DraftSteps.ahead`."""
+        return self._ahead.get(layer)
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self._rows[layer]
-        if layer not in self._on_host:
-            return keys, values
-        keys, values, ahead = keys.to(self._device), values.to(self._device), self.ahead.get(layer)
-        if ahead is None:
+        keys, values = [rows.to(self._model.device) for rows in self._rows[layer]]
+        if (ahead := self.ahead(layer)) is None:
             return keys, values
         return torch.cat([keys, ahead.keys], 1), torch.cat([values, ahead.values], 1)
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        if layer not in self._on_host:
-            self._rows[layer] = keys, values  # the rows so far and this one: not joined again
         ahead = Ahead(queries=queries.clone(), keys=keys[:, -1:].clone(), values=values[:, -1:].clone())
-        former = self.ahead.get(layer)
-        self.ahead[layer] = ahead if former is None else former.followed_by(ahead)
-
-    def load(self, layer: int) -> dict[str, Tensor]:
-        return {name: tensor[None].clone() for name, tensor in self.states[layer].items()}
-
-    def store(self, layer: int, state: Tensors) -> None:
-        self.states[layer] = {name: tensor[0].clone() for name, tensor in state.items()}
+        former = self.ahead(layer)
+        self._ahead[layer] = ahead if former is None else former.followed_by(ahead)

@@ -33,6 +33,9 @@ REBUDGET_TOKENS = "rebudget_tokens"
 DRAFT_TOKENS = "draft_tokens"
 """A parameter of format 'rdkv': how many tokens prefill generates from the full KV before it compresses."""
 
+MOST_DRAFT_TOKENS = 64
+"""The tokens of a draft at most. All have room in memory from the first one on."""
+
 DRAFT_KERNEL_SIZE = "draft_kernel_size"
 """A parameter of format 'rdkv': the pooling kernel of what those tokens attend to."""
 

@@ -27,8 +27,10 @@ _log = structlog.get_logger(__name__)
 
 Role = Literal["prefill", "decode"]
 _PREFILL_OPS = ("chunk_scores", "column_sums", "knapsack", "pack", "quantise", "window_scores")
+_DRAFT_OPS = ("decoder_ops", "dense_decode")
+"""Ops of decode that a draft calls at prefill, too."""
 OPS: dict[Role, tuple[str, ...]] = {
-    "prefill": _PREFILL_OPS,
+    "prefill": tuple(sorted(_PREFILL_OPS + _DRAFT_OPS)),
     "decode": tuple(sorted({*dispatch.TRITON_OPS, *dispatch.TORCH_OPS}.difference(_PREFILL_OPS))),
 }
 """The ops that each role calls while serving."""

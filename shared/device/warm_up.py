@@ -22,9 +22,10 @@ from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.compress import compress_prompt
+from kvferry.shared.compression.draft import Draw, run_draft
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
-from kvferry.shared.compression.plan import Budget, ResolvedPlan
+from kvferry.shared.compression.plan import Budget, ResolvedPlan, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.reconstruct import reconstruct
 from kvferry.shared.compression.resolve import resolve_plan
@@ -76,7 +77,7 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
     methods = applicable_methods(spec.layers)
     pass_ = CollectingPass(model)
     token_ids = torch.arange(num_tokens, device=model.device) % spec.vocab_size
-    model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
+    logits = model.prefill(token_ids, start=0, observer=pass_, states=pass_ if spec.state_layers else None)
     for number, method in enumerate(methods):
         progress(number / len(methods), method)
         try:
@@ -91,6 +92,10 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
             layers = reconstruct(
                 model, resolved, pass_.layers, token_ids=token_ids.tolist(), states=pass_.states
             )
+            if num_draft := num_draft_tokens(resolved):
+                draw = _any_tokens(num_draft)
+                drafted = run_draft(model, layers, logits=logits, draw=draw, states=pass_.states)
+                layers = list(drafted.layers)
             resolved, tensors = compress_prompt(spec, resolved, layers, pass_.states)
         except Exception as error:
             if is_lost(error):
@@ -129,6 +134,12 @@ def _warm_tiles(shape: BatchShape, ops: Sequence[str]) -> None:
             for chunk_tokens in TILE_ROWS:
                 queries = rows_of(shape.group_size, rows)
                 chunk_scores(queries, keys, chunk_tokens=chunk_tokens, scaling=1.0, shared=True)
+
+
+def _any_tokens(number: int) -> Draw:
+    """Draw so many tokens, whatever the logits say: a greedy draft may end at once."""
+    left = iter([0] * number)
+    return lambda logits: next(left, None)
 
 
 def _budget(method: str, num_tokens: int) -> Budget | None:

@@ -20,9 +20,11 @@ def test_triton_on_a_cpu_is_a_configuration_error(monkeypatch: pytest.MonkeyPatc
         choose_kernels("triton", CPU)
 
 
-def test_every_op_belongs_to_one_role() -> None:
+def test_every_op_belongs_to_one_role_and_a_drafts_steps_to_both() -> None:
     ops = [op for role in OPS.values() for op in role]
-    assert sorted(ops) == sorted(dispatch.TRITON_OPS + dispatch.TORCH_OPS)
+    drafts = ["decoder_ops", "dense_decode"]
+    assert sorted(ops) == sorted([*dispatch.TRITON_OPS, *dispatch.TORCH_OPS, *drafts])
+    assert sorted(set(OPS["prefill"]) & set(OPS["decode"])) == drafts
 
 
 def test_the_metric_names_each_ops_path_and_counts_its_calls() -> None:

@@ -148,6 +148,8 @@ def test_one_fault_does_not_hide_the_others_kernels() -> None:
     assert {finding.op: finding.reason for finding in findings} == {
         "chunk_scores": None,
         "column_sums": "exception",  # they share a launch
+        "decoder_ops": None,
+        "dense_decode": None,
         "knapsack": None,
         "pack": None,
         "window_scores": "exception",

@@ -25,6 +25,7 @@ from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
+    MOST_DRAFT_TOKENS,
     Allowed,
     Between,
     ParamValue,
@@ -54,7 +55,7 @@ RDKV_PARAMS: Allowed = {
     "widths": str,
     "rebudget_tokens": Between(0, 1 << 20),
     "with_attention": bool,
-    DRAFT_TOKENS: Between(0, 64),
+    DRAFT_TOKENS: Between(0, MOST_DRAFT_TOKENS),
     DRAFT_KERNEL_SIZE: Between(1, 255, odd=True),
 }
 RDKV_DEFAULTS: Mapping[str, ParamValue] = {"with_attention": False, DRAFT_TOKENS: 0, DRAFT_KERNEL_SIZE: 5}

@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
+from kvferry.kernels.softmax import Scaling
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.service import PrefillService
@@ -38,6 +39,7 @@ from kvferry.shared.control.messages import (
 )
 from kvferry.shared.history.store import HistoryStore
 from kvferry.shared.model.interface import (
+    DecodeAttention,
     DividingObserver,
     Division,
     LanguageModel,
@@ -161,8 +163,23 @@ class ControlledModel:
             on_logits=on_logits,
         )
 
-    def decode(self, *args: object, **kwargs: object) -> Tensor:
-        raise AssertionError("prefill does not decode")
+    def decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        attention: DecodeAttention,
+        states: LayerStates | None = None,
+    ) -> Tensor:
+        """A draft's token. `on_layer` is given keys of the right length."""
+
+        def watched(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
+            attended = attention(layer, queries, keys, values, scaling)
+            if self.on_layer is not None:
+                self.on_layer(layer, keys.transpose(0, 1).expand(-1, int(positions) + 1, -1))
+            return attended
+
+        return self.model.decode(token_ids, positions, attention=watched, states=states)
 
 
 class _Watched:

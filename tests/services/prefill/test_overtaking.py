@@ -122,6 +122,25 @@ async def test_a_short_prompt_overtakes_one_that_is_being_repeated(harness: Harn
         assert_is_the_oracles(harness, request)
 
 
+async def test_a_short_prompt_overtakes_one_that_drafts_between_two_tokens(harness: Harness) -> None:
+    plan = plan_for_method("rdkv-draft")
+    long = harness.request(make_prompt(LONG), plan=plan, session=SESSION)
+    bobs = SessionKey(owner="bob", session_id="b")
+    short = harness.request(make_prompt(SHORT, seed=1), plan=plan, session=bobs)
+    await harness.run(harness.request(make_prompt(LONG, seed=2), plan=plan, session=SESSION))  # is timed
+    harness.sink.ends.clear()
+    overtaking = Overtaking(harness, short, at_tokens=LONG + 2)
+    await harness.run(long)
+    await asyncio.gather(*overtaking.tasks)
+    layers = range(harness.model.spec.num_layers)
+    begun = [*((LONG + number, layer) for number in range(3) for layer in layers)]
+    begun += [(SHORT, layer) for layer in layers]
+    assert overtaking.layers[: len(begun)] == begun
+    assert list(harness.sink.ends) == [key_of(short), key_of(long)]
+    for request in (long, short):
+        assert_is_the_oracles(harness, request)
+
+
 async def test_a_prompt_overtakes_one_that_has_overtaken(harness: Harness) -> None:
     prompts = [make_prompt(num_tokens, seed=num_tokens) for num_tokens in (1900, 600, 50)]
     requests = [harness.request(prompt, plan=plan_for_method("rocketkv")) for prompt in prompts]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kvtest.compression import formats_for
-from kvtest.families import FAMILIES
+from kvtest.families import FAMILIES, WINDOW
 from kvtest.transformers_model import greedy, prompt_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvferry.kernels import dispatch
 from kvferry.models import DEMO_MODEL
 from kvferry.shared.compression.draft import greedy as greedily
 from kvferry.shared.compression.draft import run_draft
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.interface import Ahead, LayerInputs
-from kvferry.shared.compression.plan import Budget, CompressionPlan, num_draft_tokens
+from kvferry.shared.compression.plan import MOST_DRAFT_TOKENS, Budget, CompressionPlan, num_draft_tokens
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.rdkv.allocation import allocate
 from kvferry.shared.compression.rdkv.compress import allocate_layer, channel_weights, token_weights
@@ -46,6 +51,13 @@ def full_answer(model: TransformersModel, prompt: list[int], num_tokens: int) ->
     return [token.token_id for token in tokens]
 
 
+@contextmanager
+def kernels_in(mode: dispatch.KernelMode) -> Iterator[None]:
+    dispatch.configure(mode, torch.device("cpu"))
+    yield
+    dispatch.configure("auto", torch.device("cpu"))
+
+
 def assert_ahead_is(found: tuple[LayerInputs, ...], expected: CapturedPrompt, num_ahead: int) -> None:
     """Args: expected: the capture of the prompt and the draft's tokens."""
     for layer, whole in zip(found, expected.layers, strict=True):
@@ -69,18 +81,109 @@ def test_the_draft_is_the_full_kvs_greedy_answer(model: TransformersModel, num_t
         assert layer.queries is given.queries
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma2", "granitemoeshared"])
-def test_drafts_of_models_with_states_and_windows(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [*("qwen3_next", "falcon_h1", "gemma2", "granitemoeshared"), "gpt_oss", "llama4_text", "deepseek_v3"],
+)
+@pytest.mark.parametrize("from_host", [False, True])
+def test_drafts_of_models_with_states_windows_and_latent_rows(
+    family: str, from_host: bool, tmp_path: Path
+) -> None:
     model = load_model(FAMILIES[family].save(tmp_path), device="cpu")
-    generator, prompt = OneProcessGenerator(model), prompt_of(75, seed=3)
+    # the draft is in two chunks of a layer with chunks
+    generator, prompt = OneProcessGenerator(model), prompt_of(3 * WINDOW - 2, seed=3)
     answer = full_answer(model, prompt, 6)
     captured = generator.capture(prompt)
     before = {
         layer: {name: tensor.clone() for name, tensor in of.items()} for layer, of in captured.states.items()
     }
-    assert_ahead_is(draft(model, captured, 4), generator.capture([*prompt, *answer[:4]]), 4)
+    expected = generator.capture([*prompt, *answer[:4]])
+    if from_host:
+        model.device = torch.device("cpu", 0)  # another device than that of the rows, as torch compares them
+    assert_ahead_is(draft(model, captured, 4), expected, 4)
     for layer, of in before.items():
         assert all(torch.equal(tensor, captured.states[layer][name]) for name, tensor in of.items())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text"])
+@pytest.mark.covering(1)
+def test_kernels_attend_for_a_draft(family: str, tmp_path: Path) -> None:
+    model = load_model(FAMILIES[family].save(tmp_path), device="cpu")
+    captured = OneProcessGenerator(model).capture(prompt_of(3 * WINDOW - 2, seed=3))
+    expected = draft(model, captured, 4)
+    with kernels_in("triton"):
+        found = draft(model, captured, 4)
+    for layer, of_torch in zip(found, expected, strict=True):
+        assert layer.ahead is not None
+        assert of_torch.ahead is not None
+        for name, rows in vars(layer.ahead).items():
+            torch.testing.assert_close(rows, getattr(of_torch.ahead, name), atol=1e-3, rtol=1e-3)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the operations that make a tensor of at least so many elements.
+
+    Attributes: made: their names.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self._num_elements = num_elements
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if (
+            isinstance(result, torch.Tensor)
+            and result.numel() >= self._num_elements
+            and result.untyped_storage().data_ptr() not in given  # no view
+        ):
+            self.made.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch", "triton"])
+@torch.inference_mode()
+def test_a_tokens_row_is_written_behind_the_others_and_nothing_is_copied_again(
+    model: TransformersModel, kernels: dispatch.KernelMode
+) -> None:
+    captured = OneProcessGenerator(model).capture(prompt_of(1500, seed=4))
+    assert captured.logits is not None
+    seen, made = LargeTensors(captured.layers[0].keys.numel()), list[int]()
+    with kernels_in(kernels), seen:
+        drafted = run_draft(
+            model,
+            captured.layers,
+            logits=captured.logits,
+            draw=greedily(model.spec, 5),
+            before_token=lambda: made.append(len(seen.made)),
+        )
+    assert len(drafted.tokens) == 5
+    assert made[0] == 0
+    assert made[1:] == [made[1]] * 4, seen.made
+    assert len(seen.made) == made[1] >= 1, seen.made  # the memory that the first token makes
+
+
+def test_a_draft_has_the_tokens_of_an_answer_from_the_full_kv(model: TransformersModel) -> None:
+    example = TASKS["single_needle"].example(num_tokens=300, seed=1)
+    prompt = list(example.prompt_token_ids)
+    captured = OneProcessGenerator(model).capture(prompt)
+    assert captured.logits is not None
+    for num_tokens in (1, len(example.answer_token_ids) - 1):
+        drafted = run_draft(
+            model, captured.layers, logits=captured.logits, draw=greedily(model.spec, num_tokens)
+        )
+        answer = full_answer(model, prompt, num_tokens + 1)
+        assert [token.token_id for token in drafted.tokens] == answer[:num_tokens]
+        assert int(drafted.tokens[-1].logits.argmax()) == answer[num_tokens]
+
+
+def test_a_draft_has_so_many_tokens_at_most(model: TransformersModel) -> None:
+    captured = OneProcessGenerator(model).capture(prompt_of(40, seed=1))
+    assert captured.logits is not None
+    drafted = run_draft(model, captured.layers, logits=captured.logits, draw=lambda logits: 10)
+    assert len(drafted.tokens) == MOST_DRAFT_TOKENS
 
 
 def test_a_draft_ends_before_the_end_of_the_sequence(model: TransformersModel) -> None:
