@@ -25,10 +25,11 @@ from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entri
 from kvferry.kernels.softmax import plain
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
-    FIRST_ITEM_COLUMN,
+    FIRST_COLUMN,
     HEAD_COLUMN,
     ITEM_FIELDS,
     KIND_IDLE,
+    PLACE_COLUMN,
     SOURCE_COLUMN,
     WorkList,
     work_list,
@@ -126,6 +127,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             WorkList(
                 entries=self._entries[layer, : shape.num_heads],
                 items=self._items[layer, : num_slots * self._num_items],
+                num_parts=num_slots,
             )
             for layer in range(shape.num_layers)
         )
@@ -157,7 +159,9 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         shift = (slot * heads - of_layer * heads).int()
         items[:, SOURCE_COLUMN] += shift
         items[:, HEAD_COLUMN] += shift
-        items[:, FIRST_ITEM_COLUMN] += (slot * self._num_items - first[of_layer]).int()
+        places = (slot * self._num_items - first[of_layer]).int()
+        items[:, FIRST_COLUMN] += places
+        items[:, PLACE_COLUMN] += places
         padded = _IDLE.repeat(len(packed), self._num_items, 1)
         padded[of_layer, torch.arange(len(items)) - first[of_layer]] = items
         entries[:, :, 0] = slot * heads + torch.arange(heads)
@@ -178,7 +182,8 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             slots = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
             wider = self._items.view(shape.num_layers, shape.num_slots, self._num_items, -1)
             wider[:, :, :former] = placed.view(shape.num_layers, shape.num_slots, former, -1)
-            wider[..., FIRST_ITEM_COLUMN] += slots[:, None] * (self._num_items - former)
+            for column in (FIRST_COLUMN, PLACE_COLUMN):
+                wider[..., column] += slots[:, None] * (self._num_items - former)
 
     def _of_slot(self, table: Tensor, slot: int) -> Tensor:
         """Return a slot's part of every layer's rows."""

@@ -69,24 +69,28 @@ def _tile_keys(
 
 
 @triton.jit
-def _add_value_products(
-    acc, p, token, ok, words_ptr, scale_ptr, minimum_ptr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Add `sum_t v_t p_t` of one tile's tokens to acc, all words' first codes first.
+def _value_words(words_ptr, token, ok, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the int16 words of V of one tile's tokens: `[64, BLOCK_D * WIDTH / 16]`.
 
-    Args: acc `[BLOCK_D, BLOCK_Q]`; p float16 `[64, BLOCK_Q]`; token `[64]`, each one's place in the zone to
-        whose V the pointers point.
+    Args: token `[64]`, each one's place in the zone at `words_ptr`.
     """
     j = tl.arange(0, BLOCK_D * WIDTH // 16)
     row = token[:, None] * (D * WIDTH // 16) + j[None, :]
-    words = tl.load(words_ptr + row, mask=ok[:, None] & (j < D * WIDTH // 16)[None, :], other=0)
-    # cheap loads: there are fewer tokens than threads; words of 16 bits need neither
-    scale = tl.load(scale_ptr + token, mask=ok & (WIDTH < 16), other=0.0)[:, None]
-    minimum = tl.load(minimum_ptr + token, mask=ok & (WIDTH < 16), other=0.0)[:, None]
+    return tl.load(words_ptr + row, mask=ok[:, None] & (j < D * WIDTH // 16)[None, :], other=0)
+
+
+@triton.jit
+def _add_value_products(
+    acc, p, words, scale, minimum, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Add `sum_t v_t p_t` of one tile's tokens to acc, all words' first codes first.
+
+    Args: acc `[BLOCK_D, BLOCK_Q]`; p float16 `[64, BLOCK_Q]`; scale, minimum: float16 `[64]`.
+    """
     v = unpacked(
-        words, tl.broadcast_to(scale, words.shape), tl.broadcast_to(minimum, words.shape), WIDTH, ASM
-    )
+        words, tl.broadcast_to(scale[:, None], words.shape), tl.broadcast_to(minimum[:, None], words.shape),
+        WIDTH, ASM,
+    )  # fmt: skip
     return tl.dot(tl.trans(tl.reshape(tl.trans(v, 0, 2, 1), [64, BLOCK_D])), p, acc)
 
 
@@ -127,6 +131,13 @@ def packed_item(
         lanes = tl.where(block < full, 16, last_lanes)
         # a last block of at most 64 tokens is one group
         headers = tl.minimum(tile, tl.cdiv(num_tokens, 64) - 1) * (n2 + n4 + n8)
+        token = block * 128 + (field + t // 16) * lanes + t % 16
+        ok = (t % 16 < lanes) & (token >= zone_start) & (token < zone_stop)
+        token -= zone_start
+        # V of the most usual width is asked for early; loads of scales are cheap: there are more threads
+        words = _value_words(value_words, token, ok & (kind == 0), D, BLOCK_D, 2)
+        scale = tl.load(scale_ptr + token, mask=ok & (kind < 3), other=0.0)
+        minimum = tl.load(minimum_ptr + token, mask=ok & (kind < 3), other=0.0)
         logits = tl.zeros([64, BLOCK_Q], tl.float32)
         for first in range(0, n2 + n4 + n8 + n16, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
@@ -143,8 +154,6 @@ def packed_item(
                     n2, n4, n8, n16, False, ASM,
                 )  # fmt: skip
                 logits = tl.dot(tl.trans(k), q, logits)
-        token = block * 128 + (field + t // 16) * lanes + t % 16
-        ok = (t % 16 < lanes) & (token >= zone_start) & (token < zone_stop)
         logits = tl.where(ok[:, None], logits * undo, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(logits, 0))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -153,23 +162,41 @@ def packed_item(
         highest = new_highest
         totals = totals * shrink[None, :] + p
         acc *= shrink[None, :]
-        token -= zone_start
         half = p.to(tl.float16)
         if kind == 0:
-            acc = _add_value_products(
-                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 2, ASM
-            )
+            acc = _add_value_products(acc, half, words, scale, minimum, BLOCK_D, 2, ASM)
         elif kind == 1:
             acc = _add_value_products(
-                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 4, ASM
+                acc,
+                half,
+                _value_words(value_words, token, ok, D, BLOCK_D, 4),
+                scale,
+                minimum,
+                BLOCK_D,
+                4,
+                ASM,
             )
         elif kind == 2:
             acc = _add_value_products(
-                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 8, ASM
+                acc,
+                half,
+                _value_words(value_words, token, ok, D, BLOCK_D, 8),
+                scale,
+                minimum,
+                BLOCK_D,
+                8,
+                ASM,
             )
         else:
             acc = _add_value_products(
-                acc, half, token, ok, value_words, scale_ptr, minimum_ptr, D, BLOCK_D, 16, ASM
+                acc,
+                half,
+                _value_words(value_words, token, ok, D, BLOCK_D, 16),
+                scale,
+                minimum,
+                BLOCK_D,
+                16,
+                ASM,
             )
     total = tl.sum(totals, 0)
     # all words' first codes, then their second ones; a byte has channels i, i + stride, ..., a word the

@@ -2,8 +2,8 @@
 
 An entry is one packed head of one packed layer. An item is one program's share: some tiles, halves of token
 blocks, of one entry with one V width, or a split of a head's unpacked rows. Heads have different numbers of
-tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items, and so
-their partial results, are contiguous.
+tokens at different widths, so equal shares of bytes are unequal shares of tokens. A sequence's longest items
+come first, so that no long one is left when the others have ended. A head's partial results are contiguous.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from kvferry.kernels.packed.key_words import BLOCK_TOKENS, GROUP_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-ITEM_FIELDS = 7
-"""Columns of an item: kind, entry or head, begin, end, head, the head's first item and number of items."""
-_, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
+ITEM_FIELDS = 8
+"""Columns of an item: kind, entry or head, begin, end, head, the first of the places where the head's items
+write their results, how many there are, and this item's."""
+_, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_COLUMN, _, PLACE_COLUMN = range(ITEM_FIELDS)
 KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
 KIND_IDLE = 5
@@ -41,14 +42,22 @@ _KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)
 
 
 class WorkList(NamedTuple):
-    """int64 `[entries, ENTRY_FIELDS]` and int32 `[items, ITEM_FIELDS]`."""
+    """What a launch works on.
+
+    Attributes:
+        entries: int64 `[entries, ENTRY_FIELDS]`.
+        items: int32 `[items, ITEM_FIELDS]`, of each sequence the longest first.
+        num_parts: equal parts of the items, such as the sequences', which are begun in turn.
+    """
 
     entries: Tensor
     items: Tensor
+    num_parts: int = 1
 
     def to(self, device: torch.device) -> WorkList:
         """Copy the list to a device."""
-        return WorkList(*(table.to(device, non_blocking=True) for table in self))
+        entries, items = (table.to(device, non_blocking=True) for table in (self.entries, self.items))
+        return WorkList(entries, items, self.num_parts)
 
 
 def work_list(
@@ -109,12 +118,14 @@ def work_list(
     end = torch.where(is_rows, row_splits, torch.minimum(begin + step, last.flatten()[group]))
     columns = (
         kind, torch.where(is_rows, head, entry), begin, end, head,
-        (per_head.cumsum(0) - per_head)[head], per_head[head],
+        (per_head.cumsum(0) - per_head)[head], per_head[head], torch.arange(len(group)),
     )  # fmt: skip
-    return WorkList(
-        entries=entries,
-        items=torch.stack(columns, 1).to(torch.int32),
-    )
+    items = torch.stack(columns, 1).to(torch.int32)
+    # rows grow while a sequence is in the batch
+    tiles = torch.where(is_rows, int(per_item.max()) + 1, end - begin)
+    longest = tiles.argsort(descending=True, stable=True)
+    longest = longest[(head // num_heads)[longest].argsort(stable=True)]
+    return WorkList(entries=entries, items=items[longest])
 
 
 def _balanced(
