@@ -18,7 +18,6 @@ SHARED_BYTES = {
 TUNED = ("sm_80", "sm_90")
 """The architectures whose registers, spills and loads are held; the others run the same tiles or smaller."""
 _LOGARITHM = "tl.log2("
-_TOKENS_OF_A_PAGE = "count = tl.minimum(length - p * page_size, page_size)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,7 @@ GATES = {
     "_score_pages_kernel": Gate(
         registers=255,
         stack_bytes=_FOUR_WARPS_SPILL,
-        streams={"arena_ptr + start[:, None]": _WIDE},
-        conversions=(_TOKENS_OF_A_PAGE,),
+        streams={"start[:, None] + p[None, :]": _WIDE},
     ),
     "_score_rows_kernel": Gate(registers=232, streams={"arena_ptr + start + p[:, None]": _WIDE}),
     "_select_tokens_kernel": Gate(registers=128),

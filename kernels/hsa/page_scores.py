@@ -16,6 +16,9 @@ import triton.language as tl
 
 from kvferry.kernels.split_attention import load_queries
 
+_RANKED_AT_ONCE = tl.constexpr(128)
+"""Channels that are compared with all others at once: a thread has registers for so many."""
+
 
 @triton.jit
 def _head(heads_ptr, bh, FIELDS: tl.constexpr):
@@ -26,31 +29,50 @@ def _head(heads_ptr, bh, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _rank_channels(
-    query_ptr, bh, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Return each channel's rank by sum_G |q| (the lowest wins ties), and its sum_G q: `[BLOCK_D]` each.
-
-    Compares all pairs, which is faster than a sort. Channels at D and beyond rank last. A NaN counts as
-    infinity, because ranks become addresses: they must be a permutation.
-    """
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    columns = load_queries(query_ptr, bh, g, d, G, D, tl.float32)
-    weight = tl.sum(tl.abs(columns), 0)
-    weight = tl.where(d < D, tl.where(weight == weight, weight, float("inf")), -1.0)
-    ahead = (weight[:, None] > weight[None, :]) | (
-        (weight[:, None] == weight[None, :]) & (d[:, None] < d[None, :])
-    )
-    return tl.sum(ahead.to(tl.int32), 0), tl.sum(columns, 0)
+def _sum_queries(query_ptr, bh, d, G: tl.constexpr, D: tl.constexpr):
+    """Return sum_G |q| and sum_G q of channels d, both added head by head: one-dimensional as d."""
+    weight, direction = tl.zeros_like(d).to(tl.float32), tl.zeros_like(d).to(tl.float32)
+    for head in tl.static_range(G):
+        q = tl.load(query_ptr + (bh * G + head) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        weight += tl.abs(q)
+        direction += q
+    return weight, direction
 
 
 @triton.jit
-def _temperature(
-    query_ptr, bh, kept, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Return each query head's `sqrt(|q_I1|_1 / |q|_1)` (SparQ), 1 if it is zero on I1: `[BLOCK_G]`."""
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    size = tl.abs(load_queries(query_ptr, bh, g, d, G, D, tl.float32))
+def _rank_channels(weight, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Return each channel's rank by its weight, at least 0: `[BLOCK_D]`; the lowest channel wins ties.
+
+    Compares all pairs, which is faster than a sort, `AT_ONCE` channels with all, as integers that end in the
+    channel, so that one comparison does. Channels at D and beyond rank last. A NaN counts as infinity,
+    because ranks become addresses: they must be a permutation.
+    """
+    d = tl.arange(0, BLOCK_D)
+    # floats that are not negative are in the order of their bits
+    bits = tl.where(weight == weight, weight, float("inf")).to(tl.int32, bitcast=True)
+    bits = tl.where(d < D, bits, -1)
+    rank = tl.zeros([BLOCK_D], tl.int32)
+    for first in range(0, BLOCK_D, AT_ONCE):
+        other = first + tl.arange(0, AT_ONCE)
+        of_other = bits if AT_ONCE == BLOCK_D else tl.gather(bits, other, 0)
+        key = (bits[None, :].to(tl.int64) << 32) | (BLOCK_D - 1 - d)[None, :]
+        other_key = (of_other[:, None].to(tl.int64) << 32) | (BLOCK_D - 1 - other)[:, None]
+        rank += tl.sum(tl.where(other_key > key, 1, 0), 0)
+    return rank
+
+
+@triton.jit
+def _as_float(number):
+    """Return an integer of at least 0 and below 2^23 as a float; a conversion takes longer."""
+    return (number | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _temperature(size, kept):
+    """Return each query head's `sqrt(|q_I1|_1 / |q|_1)` (SparQ), 1 if it is zero on I1: `[BLOCK_G]`.
+
+    Args: size: |q|, `[BLOCK_G, BLOCK_D]`.
+    """
     whole = tl.sum(size, 1)
     part = tl.sum(tl.where(kept[None, :], size, 0.0), 1)
     return tl.where(part > 0, tl.sqrt(part / tl.where(whole > 0, whole, 1.0)), 1.0)
@@ -58,11 +80,11 @@ def _temperature(
 
 @triton.jit
 def _append_row(
-    arena_ptr, new_key_ptr, new_value_ptr, entry, bh, position, D: tl.constexpr, BLOCK_D: tl.constexpr
+    arena_ptr, new_key_ptr, new_value_ptr, entry, bh, position, here, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Write the new K and V as row `position`; returns the new K, `[BLOCK_D]`."""
+    """Write the new K and V as row `position` if `here`, and return the new K, `[BLOCK_D]`; else zeros."""
     d = tl.arange(0, BLOCK_D)
-    inside = d < D
+    inside = (d < D) & here
     key = tl.load(new_key_ptr + bh * D + d, mask=inside, other=0.0)
     value = tl.load(new_value_ptr + bh * D + d, mask=inside, other=0.0)
     row = position.to(tl.int64) * D + d
@@ -72,17 +94,22 @@ def _append_row(
 
 
 @triton.jit
-def _fold(arena_ptr, entry, key, position, page, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Fold a new K into its page's extremes; the first row of a page starts it."""
+def _fold(arena_ptr, entry, key, starts, page, here, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Fold a new K into its page's extremes if `here`, and return them, `[BLOCK_D]` each; else zeros.
+
+    Args: starts: whether the page starts with this row.
+    """
     d = tl.arange(0, BLOCK_D)
-    inside = d < D
+    inside = (d < D) & here
     place = page + d * tl.load(entry + 5)
-    first = position == page * tl.load(entry + 6).to(tl.int32)
     highest_ptr, lowest_ptr = arena_ptr + tl.load(entry + 3) + place, arena_ptr + tl.load(entry + 4) + place
     highest = tl.load(highest_ptr, mask=inside, other=0.0)
     lowest = tl.load(lowest_ptr, mask=inside, other=0.0)
-    tl.store(highest_ptr, tl.where(first | (key > highest), key, highest), mask=inside)
-    tl.store(lowest_ptr, tl.where(first | (key < lowest), key, lowest), mask=inside)
+    highest = tl.where(starts | (key > highest), key, highest)
+    lowest = tl.where(starts | (key < lowest), key, lowest)
+    tl.store(highest_ptr, highest, mask=inside)
+    tl.store(lowest_ptr, lowest, mask=inside)
+    return highest, lowest
 
 
 @triton.jit
@@ -91,11 +118,11 @@ def _write_scores(
     G: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Write pages' logits `[BLOCK_G, BLOCK_P]`, their maximum and sum of exponentials for `count` tokens a
-    page."""
+    page. One page at least is `there`."""
     g = tl.arange(0, BLOCK_G)
     logits = tl.where(there[None, :], logits, float("-inf"))
     highest = tl.max(logits, 1)
-    total = tl.sum(tl.where(there[None, :], tl.exp2(logits - highest[:, None]) * count[None, :], 0.0), 1)
+    total = tl.sum(tl.exp2(logits - highest[:, None]) * count[None, :], 1)
     score = score_ptr + (bh * G + g[:, None]).to(tl.int64) * max_pages + p[None, :]
     tl.store(score, logits, mask=(g[:, None] < G) & there[None, :])
     part = partial_ptr + ((bh * num_blocks + block) * G + g) * 2
@@ -116,36 +143,58 @@ def _score_pages_kernel(
     last_page = num_pages - 1
     if (page_size > 1) & (program * BLOCK_P < num_pages):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-        rank, direction = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
-        scale = scale_log2 / _temperature(query_ptr, bh, rank < num_channels, G, BLOCK_G, D, BLOCK_D)
-        # the channel of each rank, and which extreme it reads
-        r = tl.arange(0, BLOCK_K1)
-        here = rank[None, :] == r[:, None]
-        channel = tl.sum(tl.where(here, d[None, :], 0), 1)
-        positive = tl.sum(tl.where(here & (direction >= 0)[None, :], 1, 0), 1) > 0
-        chosen = r < num_channels
+        whole = load_queries(query_ptr, bh, g, d, G, D, tl.float32)
+        if BLOCK_D <= 128:
+            weight, direction = _sum_queries(query_ptr, bh, d, G, D)
+        else:
+            # the compiler would load so few numbers again and again rather than move them
+            weight, direction = tl.sum(tl.abs(whole), 0), tl.sum(whole, 0)
+        # of each row that is read: twice the channel, and 1 if its highest is read
+        code = tl.zeros([BLOCK_K1], tl.int32)
+        kept = d < D
+        # a loop of one step, or of none where all channels are read: of straight-line code the compiler makes
+        # a copy for each layout that the result is needed in
+        for _ in range(0, tl.where(num_channels < D, 1, 0)):
+            rank = _rank_channels(weight, D, BLOCK_D, min(BLOCK_D, _RANKED_AT_ONCE))
+            kept = rank < num_channels
+            if BLOCK_K1 < BLOCK_D:
+                r = tl.arange(0, BLOCK_K1)
+                # the one whose rank is r has nothing above 16 bits once r is taken out: it is the least
+                ranked = (rank << 16) | (2 * d) | tl.where(direction >= 0, 1, 0)
+                code = tl.min(ranked[:, None] ^ (r << 16)[None, :], 0)
+        scale = scale_log2 / _temperature(tl.abs(whole), kept)
+        in_last = length - last_page * page_size
+        of_page = _as_float(tl.minimum(page_size, length))
+        missing = of_page - _as_float(in_last)
+        if APPEND:
+            # the newest page's logit, because what memory has of that page may lack the new key; all in
+            # float32, and only where it is used
+            here = last_page // BLOCK_P % num_programs == program
+            key = _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, here, D, BLOCK_D)
+            highest, lowest = _fold(arena_ptr, entry, key, in_last == 1, last_page, here, D, BLOCK_D)
+            newest = tl.where(kept, tl.where(direction >= 0, highest, lowest).to(tl.float32), 0.0)
+            newest = tl.sum(whole * newest[None, :], 1) * scale
+        # each row's channel, and which extreme it reads
+        if BLOCK_K1 == BLOCK_D:
+            channel, positive, chosen = d, direction >= 0, kept
+        else:
+            channel, positive, chosen = code >> 1, code % 2 == 1, tl.arange(0, BLOCK_K1) < num_channels
         mask = (g[:, None] < G) & chosen[None, :]
         q = tl.load(query_ptr + (bh * G + g[:, None]) * D + channel[None, :], mask=mask, other=0.0).to(DOT)
         extreme = tl.where(positive, tl.load(entry + 3), tl.load(entry + 4))
-        start = tl.multiple_of(extreme + channel * tl.load(entry + 5), ALIGN)
+        start = arena_ptr + tl.multiple_of(extreme + channel * tl.load(entry + 5), ALIGN)
         # a bound of unknown divisibility would turn wide loads into two-byte loads
         readable = tl.multiple_of(tl.cdiv(num_pages, ALIGN) * ALIGN, ALIGN)
         for block in range(program, tl.cdiv(num_pages, BLOCK_P), num_programs):
             p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-            there = p < num_pages
+            # zero in rows that are not chosen; a page that is not there spoils its own column only
             estimate = tl.load(
-                arena_ptr + start[:, None] + p[None, :], mask=chosen[:, None] & (p < readable)[None, :],
-                other=0.0,
-            )  # fmt: skip
+                start[:, None] + p[None, :], mask=chosen[:, None] & (p < readable)[None, :], other=0.0
+            )
+            logits = tl.dot(q, estimate.to(DOT), input_precision="ieee") * scale[:, None]
             if APPEND:
-                # this block's own copy of the newest page: some of the fold below may be in memory already
-                new = tl.load(new_key_ptr + bh * D + channel, mask=chosen, other=0.0)[:, None]
-                better = (positive[:, None] & (new > estimate)) | (~positive[:, None] & (new < estimate))
-                starts = length - 1 == last_page * page_size
-                estimate = tl.where((p == last_page)[None, :] & (starts | better), new, estimate)
-            estimate = tl.where(chosen[:, None] & there[None, :], estimate, 0.0).to(DOT)
-            logits = tl.dot(q, estimate, input_precision="ieee") * scale[:, None]
-            count = tl.minimum(length - p * page_size, page_size).to(tl.float32)
+                logits = tl.where((p == last_page)[None, :], newest[:, None], logits)
+            count = of_page - tl.where(p == last_page, missing, 0.0)
             _write_scores(
                 score_ptr,
                 partial_ptr,
@@ -155,15 +204,11 @@ def _score_pages_kernel(
                 max_pages,
                 logits,
                 p,
-                there,
+                p < num_pages,
                 count,
                 G,
                 BLOCK_G,
             )
-        if APPEND:  # noqa: SIM102, a constant: where it is false, nothing of the branch is compiled
-            if last_page // BLOCK_P % num_programs == program:
-                key = _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)
-                _fold(arena_ptr, entry, key, length - 1, last_page, D, BLOCK_D)
 
 
 @triton.jit
@@ -177,9 +222,10 @@ def _score_rows_kernel(
     if (page_size == 1) & (program * BLOCK_P < length):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         inside = d < D
-        rank, _ = _rank_channels(query_ptr, bh, G, BLOCK_G, D, BLOCK_D)
-        kept = rank < num_channels
-        scale = scale_log2 / _temperature(query_ptr, bh, kept, G, BLOCK_G, D, BLOCK_D)
+        weight, _ = _sum_queries(query_ptr, bh, d, G, D)
+        kept = _rank_channels(weight, D, BLOCK_D, min(BLOCK_D, _RANKED_AT_ONCE)) < num_channels
+        size = tl.abs(load_queries(query_ptr, bh, g, d, G, D, tl.float32))
+        scale = scale_log2 / _temperature(size, kept)
         # at least half of the channels are chosen where a page is one token, so whole rows are read
         q = tl.where(kept[None, :], load_queries(query_ptr, bh, g, d, G, D, DOT), 0.0).to(DOT)
         start = tl.multiple_of(tl.load(entry), ALIGN)
@@ -209,6 +255,6 @@ def _score_rows_kernel(
                 G,
                 BLOCK_G,
             )
-        if APPEND:  # noqa: SIM102, as above
-            if (length - 1) // BLOCK_P % num_programs == program:
-                _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, D, BLOCK_D)
+        if APPEND:
+            here = (length - 1) // BLOCK_P % num_programs == program
+            _append_row(arena_ptr, new_key_ptr, new_value_ptr, entry, bh, length - 1, here, D, BLOCK_D)

@@ -37,6 +37,12 @@ from kvferry.kernels.hsa.token_selection import _gather_attend_kernel, _select_t
 from kvferry.kernels.softmax import Scaling, as_softmax, scale_of
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G
 
+WARP_SIZE = 32
+SCORES_A_THREAD = 32
+"""The most scores of pages, of several query heads, that a selecting thread loads at once."""
+TOKENS_A_THREAD = 4
+"""Tokens that a selecting thread writes at once."""
+
 
 def append_and_attend_batch(
     queries: Tensor,
@@ -107,14 +113,22 @@ def score_pages(
 def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
     """Run the second launch of `append_and_attend_batch`: `scratch.tokens` and `counts` from the scores."""
     max_pages, num_blocks = scratch.scores.shape[2], scratch.partial.shape[1]
+    group_size = scratch.scores.shape[1]
     block_p = max(triton.next_power_of_2(max_pages), 128)
+    num_warps = selecting_warps(block_p)
+    at_once = max(SCORES_A_THREAD * WARP_SIZE * num_warps // block_p, 1)
     _select_tokens_kernel[(heads.shape[0],)](
         scratch.scores, scratch.partial, heads, scratch.tokens, scratch.counts, max_pages, num_blocks,
         BLOCK_PAGES, scratch.tokens.shape[1],
-        G=scratch.scores.shape[1], BLOCK_P=block_p, BLOCK_B=triton.next_power_of_2(num_blocks), FIELDS=FIELDS,
-        # registers for at most 16 pages per thread
-        num_warps=8 if block_p <= 2048 else 16, num_stages=1,
+        G=group_size, HEADS=min(triton.next_power_of_2(group_size), at_once), BLOCK_P=block_p,
+        BLOCK_B=triton.next_power_of_2(num_blocks), BLOCK_T=TOKENS_A_THREAD * WARP_SIZE * num_warps,
+        FIELDS=FIELDS, num_warps=num_warps, num_stages=1,
     )  # fmt: skip
+
+
+def selecting_warps(block_p: int) -> int:
+    """Return the warps that select from `block_p` pages: registers for at most 16 pages a thread."""
+    return 8 if block_p <= 2048 else 16
 
 
 def attend_selected(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kvtest.reference import sparse as reference
@@ -165,3 +167,81 @@ def test_equal_scores_are_won_by_the_lowest_index() -> None:
         length=30, page_size=3, num_channels=4, num_tokens=6, scaling=1.0,
     )  # fmt: skip
     torch.testing.assert_close(result, torch.full_like(result, (0 + 1 + 2 + 3 + 4 + 29) / 6))
+
+
+@pytest.mark.parametrize(
+    ("num_channels", "length", "is_folded"), [(32, 601, False), (9, 600, True), (9, 512, False)]
+)
+def test_the_newest_page_is_scored_with_a_key_that_memory_may_lack(
+    num_channels: int, length: int, is_folded: bool
+) -> None:
+    """Several programs a head; another one may have folded the key into its page by then."""
+    head_dim, group_size, page_size, padded = 32, 3, 2, 304
+    generator = torch.Generator().manual_seed(length)
+    queries = torch.randn(1, 1, group_size, head_dim, generator=generator)
+    keys = torch.randn(1, length, head_dim, generator=generator)
+    arena = torch.full((2 * (length * head_dim + head_dim * padded),), torch.nan)
+    rows = arena[: 2 * length * head_dim].view(2, 1, length, head_dim)
+    rows[0, :, :-1] = keys[:, :-1]
+    rows[1, :, :-1] = 0.0
+    extremes = arena[2 * length * head_dim :].view(2, 1, head_dim, padded).mT
+    num_pages = hsa.num_pages(length, page_size)
+    written = length if is_folded else length - 1
+    hsa.page_extremes(
+        keys, extremes[0][:, :num_pages], extremes[1][:, :num_pages], length=written, page_size=page_size
+    )
+    places = [each.storage_offset() for each in (*rows, *extremes)]
+    table = [[*places[:2], length, *places[2:], padded, page_size, num_channels, 16]]
+    size = SparseSize(
+        max_pages=512, max_tokens=16, max_channels=num_channels, pages_of_one=False, larger_pages=True
+    )
+    scratch = HsaScratch.of(size, torch.empty(1, group_size, head_dim))
+    triton_kernel.score_pages(
+        queries, arena, torch.tensor(table), scratch, scaling=0.3, new_keys=keys[None, :, -1].contiguous(),
+        new_values=torch.zeros(1, 1, head_dim),
+    )  # fmt: skip
+    expected_max, expected_min = reference.page_extremes(keys, page_size=page_size)
+    torch.testing.assert_close(extremes[0][:, :num_pages], expected_max)
+    torch.testing.assert_close(extremes[1][:, :num_pages], expected_min)
+    q = queries[0, 0]
+    channels = q.abs().sum(0).topk(num_channels).indices
+    kept = torch.zeros(head_dim).index_fill_(0, channels, 1.0)
+    estimate = torch.where(q.sum(0) >= 0, expected_max, expected_min)[0]
+    temperature = ((q * kept).abs().sum(1) / q.abs().sum(1)).sqrt()
+    expected = (q * kept) @ estimate.T * (0.3 / math.log(2)) / temperature[:, None]
+    torch.testing.assert_close(scratch.scores[0, :, :num_pages], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("levels", [1, 5, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 2, 49, 200, 650])
+def test_the_best_pages_are_taken_whole_and_the_next_in_part(
+    page_size: int, levels: int, num_tokens: int
+) -> None:
+    """Equal scores are won by the lowest pages; a score that is not a number is the lowest."""
+    length = 40 * page_size + 2
+    num_pages = hsa.num_pages(length, page_size)
+    generator = torch.Generator().manual_seed(levels)
+    logits = torch.randint(levels, (num_pages,), generator=generator) / levels
+    size = SparseSize(
+        max_pages=128, max_tokens=1024, max_channels=16, pages_of_one=page_size == 1, larger_pages=True
+    )
+    scratch = HsaScratch.of(size, torch.empty(1, 2, 16))
+    scratch.scores.fill_(torch.nan)
+    scratch.tokens.fill_(-1)
+    scratch.scores[0, :, :num_pages] = logits
+    scratch.partial[0, 0] = torch.tensor([1.0, length])
+    lost = 4
+    scratch.scores[0, 1, lost] = torch.nan
+    logits[lost] = -torch.inf
+    table = torch.zeros(1, FIELDS, dtype=torch.int64)
+    table[0, [2, 6, 8]] = torch.tensor([length, page_size, num_tokens])
+    triton_kernel.select_tokens(table, scratch)
+    count = min(num_tokens, length)
+    of_token = logits.repeat_interleave(page_size)[: length - 1]
+    best = of_token.argsort(descending=True, stable=True)[: count - 1]
+    assert scratch.counts.tolist() == [count]
+    tokens = scratch.tokens[0].tolist()
+    assert tokens[count - 1] == length - 1
+    assert sorted(tokens[: count - 1]) == sorted(best.tolist())
+    assert set(tokens[count:]) <= {-1}
