@@ -87,7 +87,14 @@ def choose_num_programs(num_heads: int, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return (_INTERPRETED_SPLITS + 1) * num_heads
-    return num_heads + CTAS_PER_SM * num_multiprocessors(device)
+    return num_heads + programs_at_once(device)
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Return how many programs of four warps run at the same time."""
+    if device.type != "cuda":
+        return 8 * _INTERPRETED_SPLITS
+    return CTAS_PER_SM * num_multiprocessors(device)
 
 
 def choose_num_splits(num_heads: int, device: torch.device) -> int:
@@ -97,7 +104,7 @@ def choose_num_splits(num_heads: int, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
-    return min(max(-(-CTAS_PER_SM * num_multiprocessors(device) // num_heads), 1), MAX_SPLITS)
+    return min(max(-(-programs_at_once(device) // num_heads), 1), MAX_SPLITS)
 
 
 def splits_at_once(num_heads: int, device: torch.device, per_multiprocessor: int) -> int:

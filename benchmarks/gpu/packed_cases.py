@@ -7,7 +7,7 @@ from case import Case, Device, Model, tolerance_of
 from torch import Tensor
 
 from kvferry.kernels import dispatch
-from kvferry.kernels.descriptors import choose_num_splits
+from kvferry.kernels.descriptors import programs_at_once
 from kvferry.kernels.knapsack import take_increments_torch
 from kvferry.kernels.knapsack import triton_kernel as knapsack
 from kvferry.kernels.packed import check_kernel
@@ -24,6 +24,7 @@ from kvferry.kernels.packed.packing_kernels import (
 from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_kernel, _place_kernel
 from kvferry.kernels.trizone import torch_path
 from kvferry.kernels.trizone import triton_kernel as trizone
+from kvferry.kernels.trizone.batch import FEW_SLOTS, MANY_SLOTS
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
 from kvferry.kernels.trizone.work_list import work_list
 
@@ -48,7 +49,8 @@ def trizone_case(
         device=device,
     )
     # as `TriZoneBatch` has it
-    programs = 2 * heads * choose_num_splits(batch_size * heads, device)
+    slots = FEW_SLOTS if batch_size <= FEW_SLOTS else MANY_SLOTS
+    programs = max(programs_at_once(device) // slots - heads, heads)
     work = work_list(layers, codes, row_splits=1, num_programs=programs).to(codes.device)
     queries = torch.randn(batch_size, heads, group, head_dim, generator=generator, device=device)
     queries = queries.to(model.dtype)

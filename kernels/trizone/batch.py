@@ -18,18 +18,17 @@ from kvferry.kernels.decode_batch import (
     SlotBatch,
     in_buckets,
 )
-from kvferry.kernels.descriptors import ROW_FIELDS, choose_num_splits
+from kvferry.kernels.descriptors import ROW_FIELDS, programs_at_once
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.native.library import has_halves
 from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer, packed_entries
 from kvferry.kernels.softmax import plain
 from kvferry.kernels.trizone.torch_path import trizone_decode_segments
 from kvferry.kernels.trizone.work_list import (
-    FIRST_COLUMN,
+    FIRST_ITEM_COLUMN,
     HEAD_COLUMN,
     ITEM_FIELDS,
     KIND_IDLE,
-    PLACE_COLUMN,
     SOURCE_COLUMN,
     WorkList,
     work_list,
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 ROWS_PER_SPLIT = 1024
 """New rows that one program attends to at most, up to `MAX_ROW_SPLITS` programs."""
 MAX_ROW_SPLITS = 8
+FEW_SLOTS, MANY_SLOTS = 4, 8
+"""A sequence is divided into items twice, for batches of at most the first number of slots and for larger
+ones. The items of as many slots run at once. A few more than that would take as long as twice as many."""
 NATIVE_CHANNELS = 32
 """C code takes a head_dim that is a multiple of this: codes of 2 bits then fill its vectors."""
 _IDLE = torch.tensor([KIND_IDLE] + [0] * (ITEM_FIELDS - 1), dtype=torch.int32)
@@ -64,8 +66,8 @@ class PackedScratch:
 class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     """A `SlotBatch` by attention on packed bytes.
 
-    A slot has H_kv entries and a fixed number of items in every layer's work list; unused items are idle. If
-    a sequence needs more items than that, all slots get more.
+    A slot has H_kv entries and a fixed number of items in each of every layer's two work lists; unused items
+    are idle. If a sequence needs more items than that, all slots get more.
 
     Args: codes: the arena as uint8; op, empty: see `SlotBatch`.
     """
@@ -83,11 +85,11 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
     ) -> None:
         super().__init__(op, shape, base, empty=empty)
         self._codes = codes
-        self._num_items = 0
         if self.has_tables:
             size = (shape.num_layers, shape.num_heads, ENTRY_FIELDS)
             self._entries = torch.zeros(size, dtype=torch.int64, device=shape.device)
-            self._items = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
+            at_once = programs_at_once(shape.device)
+            self._lists = [_Items(shape, at_once // slots) for slots in (FEW_SLOTS, MANY_SLOTS)]
             self._packed_tokens = self._entries, codes
 
     @classmethod
@@ -99,7 +101,7 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         super().place(slot, layers)
         if self._is_native and layers:
             entries = packed_entries([rows.packed for rows in layers.values()], self._codes)
-            self._of_slot(self._entries, slot)[list(layers)] = entries
+            self._entries_of(slot)[list(layers)] = entries
         elif self._in_triton:
             self._place_work(slot, layers)
 
@@ -107,13 +109,14 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         """See `SlotBatch.remove`."""
         super().remove(slot)
         if self.has_tables:
-            self._of_slot(self._entries, slot).zero_()
+            self._entries_of(slot).zero_()
         if self._in_triton:
-            self._of_slot(self._items, slot).copy_(_IDLE.expand(self._num_items, -1), non_blocking=True)
+            for items in self._lists:
+                items.clear(slot)
 
-    def size(self) -> int:
-        """See `SlotBatch.size`: the items of a slot, a power of two."""
-        return self._num_items
+    def size(self) -> tuple[int, ...]:
+        """See `SlotBatch.size`: the items of a slot, powers of two."""
+        return tuple([items.number for items in self._lists])
 
     def scratch(self, num_slots: int) -> PackedScratch:
         """See `SlotBatch.scratch`."""
@@ -122,73 +125,37 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         # a CPU install has no Triton
         from kvferry.kernels.trizone.triton_kernel import TriZoneScratch
 
-        shape = self._shape.of_slots(num_slots)
+        shape, lists = self._shape.of_slots(num_slots), self._lists[num_slots > FEW_SLOTS]
         works = tuple(
             WorkList(
                 entries=self._entries[layer, : shape.num_heads],
-                items=self._items[layer, : num_slots * self._num_items],
-                num_parts=num_slots,
+                items=lists.table[layer, : num_slots * lists.number],
             )
             for layer in range(shape.num_layers)
         )
-        items = num_slots * self._num_items
-        launches = TriZoneScratch.of(self._output[:num_slots], shape.num_heads, items)
+        launches = TriZoneScratch.of(self._output[:num_slots], shape.num_heads, num_slots * lists.number)
         return PackedScratch(works=works, launches=launches)
 
     def _place_work(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
         """Write a slot's entries and items."""
         if not layers:
             return
-        heads, shape = self._shape.num_kv_heads, self._shape.of_slots(in_buckets(slot + 1))
-        packed = [rows.packed for rows in layers.values()]
+        heads = self._shape.num_kv_heads
         capacity = max(rows.keys.shape[1] for rows in layers.values())
-        # items are unequal, so twice as many as run at once finish sooner
-        programs = 2 * heads * choose_num_splits(shape.num_heads, shape.device)
-        work = work_list(
-            [[layer] for layer in packed],
-            self._codes,
-            row_splits=min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS),
-            num_programs=programs,
-        )
-        # the work list treats the sequence's layers as sequences: undo that, back to one layer each
-        of_layer = work.items[:, HEAD_COLUMN].long() // heads
-        num_items = torch.bincount(of_layer, minlength=len(packed))
-        first = num_items.cumsum(0) - num_items
-        self._give_items(int(num_items.max()))
-        items, entries = work.items, work.entries.view(len(packed), heads, -1)
-        shift = (slot * heads - of_layer * heads).int()
-        items[:, SOURCE_COLUMN] += shift
-        items[:, HEAD_COLUMN] += shift
-        places = (slot * self._num_items - first[of_layer]).int()
-        items[:, FIRST_COLUMN] += places
-        items[:, PLACE_COLUMN] += places
-        padded = _IDLE.repeat(len(packed), self._num_items, 1)
-        padded[of_layer, torch.arange(len(items)) - first[of_layer]] = items
+        row_splits = min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS)
+        packed = [[rows.packed] for rows in layers.values()]
+        numbers = torch.tensor(list(layers)).to(self._shape.device)
+        for items in self._lists:
+            num_programs = max(items.wanted - heads * row_splits, heads)
+            work = work_list(packed, self._codes, row_splits=row_splits, num_programs=num_programs)
+            items.place(slot, numbers, work.items)
+        entries = work.entries.view(len(packed), heads, -1)
         entries[:, :, 0] = slot * heads + torch.arange(heads)
-        numbers = torch.tensor(list(layers))
-        for table, rows in ((self._entries, entries), (self._items, padded)):
-            of_slot = self._of_slot(table, slot)
-            of_slot.index_copy_(0, numbers.to(shape.device), rows.to(shape.device, non_blocking=True))
+        self._entries_of(slot).index_copy_(0, numbers, entries.to(self._shape.device, non_blocking=True))
 
-    def _give_items(self, num_items: int) -> None:
-        """Give every slot at least this many items."""
-        if num_items <= self._num_items:
-            return
-        shape, former = self._shape, self._num_items
-        self._num_items = in_buckets(num_items)
-        placed = self._items
-        self._items = _IDLE.to(shape.device).repeat(shape.num_layers, shape.num_slots * self._num_items, 1)
-        if former:
-            slots = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
-            wider = self._items.view(shape.num_layers, shape.num_slots, self._num_items, -1)
-            wider[:, :, :former] = placed.view(shape.num_layers, shape.num_slots, former, -1)
-            for column in (FIRST_COLUMN, PLACE_COLUMN):
-                wider[..., column] += slots[:, None] * (self._num_items - former)
-
-    def _of_slot(self, table: Tensor, slot: int) -> Tensor:
-        """Return a slot's part of every layer's rows."""
-        per_slot = table.shape[1] // self._shape.num_slots
-        return table[:, slot * per_slot : (slot + 1) * per_slot]
+    def _entries_of(self, slot: int) -> Tensor:
+        heads = self._shape.num_kv_heads
+        return self._entries[:, slot * heads : (slot + 1) * heads]
 
     def _problem(self, rows: PackedRows) -> str | None:
         # the layout has every region at a multiple of 16 bytes from the buffer's start
@@ -220,3 +187,58 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             new_keys=step.keys,
             new_values=step.values,
         )
+
+
+class _Items:
+    """Items of every layer's work list, as many for each slot, the others idle.
+
+    Attributes:
+        table: int32 `[layers, slots * number, ITEM_FIELDS]`, on the device.
+        number: of a slot, a power of two, or 0 before the first sequence.
+        wanted: of a slot; a long sequence may need more.
+    """
+
+    def __init__(self, shape: BatchShape, wanted: int) -> None:
+        self._shape = shape
+        self.wanted = 1 << max(wanted.bit_length() - 1, 0)
+        self.number = 0
+        self.table = torch.zeros(shape.num_layers, 0, ITEM_FIELDS, dtype=torch.int32)
+
+    def place(self, slot: int, numbers: Tensor, items: Tensor) -> None:
+        """Write a slot's items.
+
+        Args: numbers: of its layers, int64 on the device; items: of a work list that treats the layers as
+            sequences.
+        """
+        heads, num_layers = self._shape.num_kv_heads, len(numbers)
+        of_layer = items[:, HEAD_COLUMN].long() // heads
+        counts = torch.bincount(of_layer, minlength=num_layers)
+        first = counts.cumsum(0) - counts
+        self._give(int(counts.max()))
+        shift = (slot * heads - of_layer * heads).int()
+        items[:, SOURCE_COLUMN] += shift
+        items[:, HEAD_COLUMN] += shift
+        items[:, FIRST_ITEM_COLUMN] += (slot * self.number - first[of_layer]).int()
+        padded = _IDLE.repeat(num_layers, self.number, 1)
+        padded[of_layer, torch.arange(len(items)) - first[of_layer]] = items
+        self._of_slot(slot).index_copy_(0, numbers, padded.to(self._shape.device, non_blocking=True))
+
+    def clear(self, slot: int) -> None:
+        """Make a slot's items idle."""
+        self._of_slot(slot).copy_(_IDLE.expand(self.number, -1), non_blocking=True)
+
+    def _give(self, number: int) -> None:
+        """Give every slot at least this many items."""
+        if number <= self.number:
+            return
+        shape, former, placed = self._shape, self.number, self.table
+        self.number = in_buckets(number)
+        self.table = _IDLE.to(shape.device).repeat(shape.num_layers, shape.num_slots * self.number, 1)
+        if former:
+            slots = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
+            wider = self.table.view(shape.num_layers, shape.num_slots, self.number, -1)
+            wider[:, :, :former] = placed.view(shape.num_layers, shape.num_slots, former, -1)
+            wider[..., FIRST_ITEM_COLUMN] += slots[:, None] * (self.number - former)
+
+    def _of_slot(self, slot: int) -> Tensor:
+        return self.table[:, slot * self.number : (slot + 1) * self.number]

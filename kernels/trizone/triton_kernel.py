@@ -42,20 +42,18 @@ MAX_REGISTERS = 128
 """Per thread, for four programs an SM: more programs are faster than no spills."""
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit
 def _trizone_kernel(
     query_ptr, key_ptr, value_ptr, heads_ptr, halves_ptr, words_ptr, entries_ptr, items_ptr, scaled_ptr,
     undo_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row,
-    num_parts, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr,
-    HEAD_FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr,
+    ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # the first items of all parts, then their second ones
-    program, per_part = tl.program_id(0), tl.num_programs(0) // num_parts
-    item = items_ptr + (program % num_parts * per_part + program // num_parts) * ITEM
+    slot = tl.program_id(0)
+    item = items_ptr + slot * ITEM
     kind, source = tl.load(item), tl.load(item + 1)
     begin, end, bh = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
-    slot = tl.load(item + 7)
     row = entries_ptr + source.to(tl.int64) * FIELDS
     scaled = scaled_ptr + source.to(tl.int64) * BLOCK_G * BLOCK_D
     undo = undo_ptr + source.to(tl.int64) * BLOCK_G
@@ -145,7 +143,7 @@ def trizone_decode_batch(
     _trizone_kernel[(work.items.shape[0],)](
         queries, keys, values, heads, halves, words, entries, work.items, scratch.scaled, scratch.undo,
         splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
-        work.num_parts, **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
+        **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
         num_warps=4 if block_d <= 128 else 8, num_stages=2, maxnreg=MAX_REGISTERS,

@@ -2,8 +2,8 @@
 
 An entry is one packed head of one packed layer. An item is one program's share: some tiles, halves of token
 blocks, of one entry with one V width, or a split of a head's unpacked rows. Heads have different numbers of
-tokens at different widths, so equal shares of bytes are unequal shares of tokens. A sequence's longest items
-come first, so that no long one is left when the others have ended. A head's partial results are contiguous.
+tokens at different widths, so equal shares of bytes are unequal shares of tokens. A head's items, and so
+their partial results, are contiguous.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvferry.kernels.packed.key_words import BLOCK_TOKENS, GROUP_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import PackedLayer, packed_entries
 from kvferry.kernels.packed.value_rows import value_row_bytes
 
-ITEM_FIELDS = 8
-"""Columns of an item: kind, entry or head, begin, end, head, the first of the places where the head's items
-write their results, how many there are, and this item's."""
-_, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_COLUMN, _, PLACE_COLUMN = range(ITEM_FIELDS)
+ITEM_FIELDS = 7
+"""Columns of an item: kind, entry or head, begin, end, head, the head's first item and number of items."""
+_, SOURCE_COLUMN, _, _, HEAD_COLUMN, FIRST_ITEM_COLUMN, _ = range(ITEM_FIELDS)
 KIND_ROWS = 4
 """An item's kind: 0 to 3 for V of `WIDTHS`, or this for unpacked rows."""
 KIND_IDLE = 5
 """An item's kind: padding of a fixed grid."""
 TILE_TOKENS = GROUP_TOKENS
 """A tile's tokens are in one group of K's scales."""
-MIN_ITEM_BYTES = 8 << 10
+MIN_ITEM_BYTES = 2 << 10
 MAX_ITEM_BYTES = 128 << 10
 """Limits for a sequence that is divided among a number of programs, unless a head would have too many: a long
 sequence among short ones has more programs than they have."""
+_BALANCING_ROUNDS = 8
 
 
 _KINDS = (KIND_ROWS, 0, 1, 2, 3)
@@ -42,22 +42,14 @@ _KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)
 
 
 class WorkList(NamedTuple):
-    """What a launch works on.
-
-    Attributes:
-        entries: int64 `[entries, ENTRY_FIELDS]`.
-        items: int32 `[items, ITEM_FIELDS]`, of each sequence the longest first.
-        num_parts: equal parts of the items, such as the sequences', which are begun in turn.
-    """
+    """int64 `[entries, ENTRY_FIELDS]` and int32 `[items, ITEM_FIELDS]`."""
 
     entries: Tensor
     items: Tensor
-    num_parts: int = 1
 
     def to(self, device: torch.device) -> WorkList:
         """Copy the list to a device."""
-        entries, items = (table.to(device, non_blocking=True) for table in (self.entries, self.items))
-        return WorkList(entries, items, self.num_parts)
+        return WorkList(*(table.to(device, non_blocking=True) for table in self))
 
 
 def work_list(
@@ -75,7 +67,7 @@ def work_list(
         base: the tensor that offsets count from; every layer's buffer is on its device, a multiple of 16
             bytes from it.
         row_splits: splits of each head's unpacked rows, at least 1.
-        num_programs: how many items a sequence should have, about; a long one has more.
+        num_programs: how many items of packed tokens a sequence should have at most; a long one has more.
         item_bytes: the least bytes that an item should read.
 
     Raises:
@@ -93,8 +85,7 @@ def work_list(
     starts_head[1:] = heads[1:] != heads[:-1]
     wanted = torch.tensor(item_bytes)
     if num_programs is not None:
-        balanced = _balanced(channels, tokens, head_dim, heads // num_heads, num_programs)
-        wanted = balanced.clamp(min=item_bytes)
+        wanted = _balanced(channels, tokens, head_dim, heads // num_heads, num_programs, item_bytes)
     items = _zone_items(channels, tokens, head_dim, wanted)
     # an item per split of the head's rows goes before those of its first entry
     splits, zero = starts_head * row_splits, torch.zeros_like(starts_head)
@@ -118,28 +109,35 @@ def work_list(
     end = torch.where(is_rows, row_splits, torch.minimum(begin + step, last.flatten()[group]))
     columns = (
         kind, torch.where(is_rows, head, entry), begin, end, head,
-        (per_head.cumsum(0) - per_head)[head], per_head[head], torch.arange(len(group)),
+        (per_head.cumsum(0) - per_head)[head], per_head[head],
     )  # fmt: skip
-    items = torch.stack(columns, 1).to(torch.int32)
-    # rows grow while a sequence is in the batch
-    tiles = torch.where(is_rows, int(per_item.max()) + 1, end - begin)
-    longest = tiles.argsort(descending=True, stable=True)
-    longest = longest[(head // num_heads)[longest].argsort(stable=True)]
-    return WorkList(entries=entries, items=items[longest])
+    return WorkList(
+        entries=entries,
+        items=torch.stack(columns, 1).to(torch.int32),
+    )
 
 
 def _balanced(
-    channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int
+    channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int, item_bytes: int
 ) -> Tensor:
-    """Return the item bytes of each entry for about `num_programs` items per sequence, or more items of
+    """Return the item bytes of each entry for at most `num_programs` items per sequence, or more items of
     `MAX_ITEM_BYTES`; `MAX_SPLITS` per head at most."""
     key_bytes = tokens.sum(1) * (channels * _WIDTHS).sum(1) // 8
     sizes = key_bytes + (tokens * _row_bytes(head_dim)).sum(1)
     zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
     total = zeros.index_add(0, of_sequence, sizes)
     largest = zeros.scatter_reduce(0, of_sequence, sizes, "amax")
-    wanted = (total // max(num_programs, 1)).clamp(max=MAX_ITEM_BYTES)
-    return torch.maximum(wanted, largest // (MAX_SPLITS // 2))[of_sequence]
+    least = (largest // (MAX_SPLITS // 2)).clamp(min=item_bytes)
+    wanted = torch.maximum(total // max(num_programs, 1), least)
+    # a zone's last item is short, so an equal share of the bytes makes too many
+    for _ in range(_BALANCING_ROUNDS):
+        counts = _zone_items(channels, tokens, head_dim, wanted[of_sequence])[0].sum(1)
+        counts = zeros.index_add(0, of_sequence, counts)
+        if not bool((counts > num_programs).any()):
+            break
+        more = wanted * counts // max(num_programs, 1)
+        wanted = torch.where(counts > num_programs, torch.maximum(more, wanted + wanted // 16), wanted)
+    return torch.maximum(wanted.clamp(max=MAX_ITEM_BYTES), least)[of_sequence]
 
 
 @cache

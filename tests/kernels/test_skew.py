@@ -124,7 +124,7 @@ def test_hsa_reads_as_much_a_program_however_long_one_sequence_is(page_size: int
 def test_trizone_gives_a_long_sequence_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the work list: K of 8-bit channels and V of 8-bit tokens. As many programs for each head
     would be two, of 400 KB."""
-    monkeypatch.setattr(trizone_batch, "choose_num_splits", lambda heads, device: 2)
+    monkeypatch.setattr(trizone_batch, "programs_at_once", lambda device: 16)
     arena = Arena(4 << 20)
     batch = TriZoneBatch(shape_of(NUM_SHORT + 1), arena.floats, arena.bytes)
     num_tokens = {slot: 6000 if slot == 2 else SHORT for slot in range(NUM_SHORT + 1)}
