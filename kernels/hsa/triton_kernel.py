@@ -127,8 +127,8 @@ def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
 
 
 def selecting_warps(block_p: int) -> int:
-    """Return the warps that select from `block_p` pages: few, because they wait for one another, with registers
-    for 16 pages a thread."""
+    """Return the warps that select from `block_p` pages: few, because they wait for one another, with
+    registers for 16 pages a thread."""
     return min(max(block_p // (16 * WARP_SIZE), 4), 16)
 
 
