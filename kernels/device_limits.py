@@ -16,6 +16,15 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
+def compute_capability(device: torch.device) -> int:
+    """Return a CUDA device's compute capability, 90 for sm_90; 0 for any other device."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@lru_cache
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory of a CUDA device's multiprocessor: 228 KiB on an H100, 100 KiB on an L4. Each
     program takes `RESERVED_BYTES` of it beside its own."""

@@ -22,6 +22,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvferry.kernels import dependent_launch
 from kvferry.kernels.dense_decode import triton_kernel
 from kvferry.kernels.quarantine import rehearsing
 
@@ -101,6 +102,7 @@ def rehearsal(gpu: RehearsedGpu, *, only: str = "") -> Iterator[list[Any]]:
         with (
             patch.object(JITFunction, "run", compile_only),
             patch.object(triton_kernel, "shared_bytes", lambda device: gpu.shared_bytes),
+            patch.object(dependent_launch, "compute_capability", lambda device: gpu.capability),
             patch.object(rehearsing, "is_on", True),
             # outputs that a launch would have written read as zeros
             patch.object(torch, "empty", torch.zeros),

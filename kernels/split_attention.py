@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvferry.kernels.dependent_launch import begin_after_others, dependent
 from kvferry.kernels.descriptors import MAX_SPLITS
 
 LOG2_E = 1.4426950408889634
@@ -250,8 +251,9 @@ def append_row(
 @triton.jit
 def _append_rows_kernel(
     key_ptr, value_ptr, buffer_ptr, heads_ptr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     bh = tl.program_id(0).to(tl.int64)
     append_row(key_ptr, value_ptr, buffer_ptr, heads_ptr, bh, D, BLOCK_D, FIELDS)
 
@@ -267,5 +269,6 @@ def append_rows(buffer: Tensor, heads: Tensor, keys: Tensor, values: Tensor) -> 
     head_dim = keys.shape[2]
     _append_rows_kernel[(heads.shape[0],)](
         keys, values, buffer, heads,
-        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), FIELDS=heads.shape[1], num_warps=1,
+        D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), FIELDS=heads.shape[1],
+        **dependent(buffer.device), num_warps=1,
     )  # fmt: skip

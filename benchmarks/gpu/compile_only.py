@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from case import MODELS, Case, Model
@@ -25,7 +26,7 @@ from kivi_cases import kivi_case
 from packed_cases import check_case, knapsack_case, pack_case, trizone_case
 from score_cases import chunk_case, window_case
 
-from kvferry.kernels import attention_mass
+from kvferry.kernels import attention_mass, dependent_launch
 from kvferry.kernels.dense_decode import triton_kernel
 from kvferry.kernels.device_limits import RESERVED_BYTES
 from kvferry.kernels.hsa import MAX_PAGES
@@ -140,13 +141,13 @@ def _column_case(model: Model, number: int) -> Case:
 
 def launches_of(case: Case, arch: str) -> list[Launch]:
     """What a case launches on a GPU of an architecture."""
-    shared = triton_kernel.shared_bytes
-    triton_kernel.shared_bytes = lambda _: SHARED_BYTES[arch] + RESERVED_BYTES
-    try:
-        with caught(list(case.kernels)) as launches:
-            case.launch()
-    finally:
-        triton_kernel.shared_bytes = shared
+    shared, capability = SHARED_BYTES[arch] + RESERVED_BYTES, int(arch.removeprefix("sm_"))
+    with (
+        patch.object(triton_kernel, "shared_bytes", lambda device: shared),
+        patch.object(dependent_launch, "compute_capability", lambda device: capability),
+        caught(list(case.kernels)) as launches,
+    ):
+        case.launch()
     return launches
 
 

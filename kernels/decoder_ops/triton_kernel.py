@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvferry.kernels.dependent_launch import begin_after_others, dependent
+
 _BLOCK = 1024
 _DIGIT_BITS = 4
 _WAYS = tl.constexpr(1 << _DIGIT_BITS)
@@ -28,8 +30,9 @@ _LARGEST = tl.constexpr((1 << 63) - 1)
 @triton.jit
 def _add_norm_kernel(
     hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, n, HAS_SUM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     start = tl.program_id(0).to(tl.int64) * n
     i = tl.arange(0, BLOCK)
     inside = i < n
@@ -50,8 +53,9 @@ def _add_norm_kernel(
 def _rotate_kernel(
     query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_out_ptr,
     key_out_ptr, value_out_ptr, eps, stride_query, stride_key, stride_value, num_heads, num_kv_heads,
-    D: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -86,7 +90,10 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _silu_product_kernel(gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, size, BLOCK: tl.constexpr):
+def _silu_product_kernel(
+    gate_ptr, up_ptr, out_ptr, stride_gate, stride_up, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin_after_others(PDL)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     loaded = tl.load(gate_ptr + row * stride_gate + i, mask=i < size, other=0.0)
@@ -136,7 +143,8 @@ def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     block = triton.next_power_of_2(size)
     _add_norm_kernel[(len(hidden),)](
         hidden, hidden if residual is None else residual, weight, total, normed, eps, size,
-        HAS_SUM=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        HAS_SUM=residual is not None, BLOCK=block, **dependent(hidden.device),
+        num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return total, normed
 
@@ -158,7 +166,8 @@ def rotate(
     _rotate_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
         *given, cos, sin, of_queries, of_keys, *made, eps, *(tensor.stride(0) for tensor in given), num_heads,
         num_kv_heads,
-        D=head_dim, BLOCK=triton.next_power_of_2(head_dim), HAS_NORM=norms is not None, num_warps=1,
+        D=head_dim, BLOCK=triton.next_power_of_2(head_dim), HAS_NORM=norms is not None,
+        **dependent(queries.device), num_warps=1,
     )  # fmt: skip
     return made[0], made[1], made[2]
 
@@ -168,7 +177,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     num_rows, size = gate.shape
     out = gate.new_empty(num_rows, size)
     _silu_product_kernel[(triton.cdiv(size, _BLOCK), num_rows)](
-        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=_BLOCK, num_warps=4
+        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=_BLOCK, **dependent(gate.device), num_warps=4
     )
     return out
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvferry.kernels.dependent_launch import begin_after_others, dependent
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     WINDOW_FIELDS,
@@ -55,8 +56,9 @@ def _dense_decode_kernel(
     scale_log2, cap_log2, stride_row, num_heads, num_kv_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr, DOT: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     program = tl.program_id(0)
     bh, begin, end, first_program, num_splits = place_of(
         heads_ptr, num_heads, program, tl.num_programs(0), row_tiles, MIN_TILES, BLOCK_N, FIELDS, WINDOWED
@@ -127,7 +129,7 @@ def dense_decode_batch(
         MIN_TILES=max(MIN_SPLIT_BYTES // (block_n * row_bytes), 1),
         ALIGN=ALIGNMENT_BYTES // queries.element_size(),
         FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), WINDOWED=heads.shape[1] == WINDOW_FIELDS,
-        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None,
+        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None, **dependent(queries.device),
         num_warps=decode_warps(block_d), num_stages=3,
         # On an H200 one sequence of 128K takes 1.1 times as long with 168 of them (results/gpu, 2026-11-27)
         maxnreg=MOST_REGISTERS if block_d == 128 else MAX_REGISTERS,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvferry.kernels.dependent_launch import begin_after_others
 from kvferry.kernels.split_attention import load_queries
 
 _RANKED_AT_ONCE = tl.constexpr(128)
@@ -135,8 +136,9 @@ def _score_pages_kernel(
     query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
     scale_log2, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K1: tl.constexpr, BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr,
-    ALIGN: tl.constexpr, DOT: tl.constexpr,
+    ALIGN: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     bh, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
     num_pages = tl.cdiv(length, page_size)
@@ -216,7 +218,9 @@ def _score_rows_kernel(
     query_ptr, arena_ptr, new_key_ptr, new_value_ptr, heads_ptr, score_ptr, partial_ptr, max_pages,
     scale_log2, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, APPEND: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     bh, program, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     entry, length, page_size, num_channels = _head(heads_ptr, bh, FIELDS)
     if (page_size == 1) & (program * BLOCK_P < length):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvferry.kernels.dependent_launch import begin_after_others
 from kvferry.kernels.split_attention import (
     attend_tile,
     finish_split,
@@ -104,8 +105,9 @@ def _narrow(key, last_key, num_whole, need, need_beside_last):
 def _select_tokens_kernel(
     score_ptr, partial_ptr, heads_ptr, token_ptr, count_ptr, max_pages, num_blocks, block_pages, max_tokens,
     G: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr,
-    FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     bh = tl.program_id(0)
     entry = heads_ptr + bh * FIELDS
     length = tl.load(entry + 2).to(tl.int32)
@@ -162,8 +164,9 @@ def _gather_attend_kernel(
     out_ptr, scale_log2, cap_log2, max_tokens, num_kv_heads,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr, FIELDS: tl.constexpr, ALIGN: tl.constexpr, DOT: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     bh, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     key_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS), ALIGN)
     value_offset = tl.multiple_of(tl.load(heads_ptr + bh * FIELDS + 1), ALIGN)

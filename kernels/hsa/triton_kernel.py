@@ -22,6 +22,7 @@ from kvferry.kernels.dense_decode.triton_kernel import (
     decode_warps,
     dot_dtype,
 )
+from kvferry.kernels.dependent_launch import dependent
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
 from kvferry.kernels.hsa.batch import (
     BLOCK_PAGES,
@@ -98,6 +99,7 @@ def score_pages(
         "G": group_size, "BLOCK_G": MIN_BLOCK_G, "D": head_dim, "BLOCK_D": _block_d(head_dim),
         "BLOCK_P": BLOCK_PAGES, "APPEND": new_keys is not None, "FIELDS": FIELDS,
         "ALIGN": ALIGNMENT_BYTES // queries.element_size(), "DOT": dot_dtype(queries.dtype), "num_stages": 1,
+        **dependent(queries.device),
     }  # fmt: skip
     programs = max(min(num_blocks, scratch.num_scoring), -(-num_blocks // BLOCKS_A_PROGRAM))
     grid = (heads.shape[0], programs)
@@ -122,7 +124,7 @@ def select_tokens(heads: Tensor, scratch: HsaScratch) -> None:
         BLOCK_PAGES, scratch.tokens.shape[1],
         G=group_size, HEADS=min(triton.next_power_of_2(group_size), at_once), BLOCK_P=block_p,
         BLOCK_B=triton.next_power_of_2(num_blocks), BLOCK_T=TOKENS_A_THREAD * WARP_SIZE * num_warps,
-        FIELDS=FIELDS, num_warps=num_warps, num_stages=1,
+        FIELDS=FIELDS, **dependent(heads.device), num_warps=num_warps, num_stages=1,
     )  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def attend_selected(
         G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, BLOCK_N=block_n,
         MIN_TILES=max(MIN_SPLIT_BYTES // (2 * block_n * head_dim * queries.element_size()), 1),
         FIELDS=FIELDS, ALIGN=ALIGNMENT_BYTES // queries.element_size(), DOT=dot_dtype(queries.dtype),
-        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None,
+        CAPPED=softmax.softcap > 0, SINKS=softmax.sinks is not None, **dependent(queries.device),
         num_warps=decode_warps(block_d), num_stages=3,
         maxnreg=MORE_REGISTERS if block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip

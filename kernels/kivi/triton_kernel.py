@@ -23,6 +23,7 @@ from kvferry.kernels.dense_decode.triton_kernel import (
     decode_warps,
     dot_dtype,
 )
+from kvferry.kernels.dependent_launch import begin_after_others, dependent
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     SplitWorkspace,
@@ -161,8 +162,9 @@ def _kivi_decode_kernel(
     partial_ptr, lse_ptr, counter_ptr, out_ptr, scale_log2, stride_row, num_heads,
     BITS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr, MIN_TILES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     program = tl.program_id(0)
     BLOCK_N: tl.constexpr = GROUPS * _GROUP
     bh, begin, end, first_program, num_splits = place_of(
@@ -251,7 +253,8 @@ def kivi_decode_batch(
         scaling * LOG2_E, row_stride, batch_size * num_kv_heads,
         BITS=bits, G=group_size, BLOCK_G=MIN_BLOCK_G, D=head_dim, BLOCK_D=block_d, GROUPS=groups,
         MIN_TILES=max(MIN_SPLIT_BYTES // tile_bytes, 1), ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), num_warps=warps, num_stages=2,
+        FIELDS=heads.shape[1], DOT=dot_dtype(queries.dtype), **dependent(queries.device),
+        num_warps=warps, num_stages=2,
         maxnreg=MORE_REGISTERS if groups > 1 or block_d == 128 else MAX_REGISTERS,
     )  # fmt: skip
 

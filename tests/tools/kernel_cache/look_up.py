@@ -1,7 +1,8 @@
 """A worker's launches as far as Triton's cache: python look_up.py PREBUILT CAPABILITY KV_HEADS HEAD_DIM
 
 Only the driver is a stand-in, which says what the GPU is and runs nothing. Prints how many launches there
-were, how many compiled something, and which modules that a C compiler built were loaded.
+were, how many of them were dependent ones, how many compiled something, and which modules that a C compiler
+built were loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton import knobs
@@ -20,7 +22,7 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvferry.kernels import split_attention
+from kvferry.kernels import dependent_launch, split_attention
 from kvferry.kernels.prebuilt_cache import PrebuiltCache
 
 PrebuiltCache.folder = Path(sys.argv[1])
@@ -58,6 +60,8 @@ def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None
 knobs.compilation.listener = listen
 driver.set_active(Gpu())
 JITFunction.run = run
+# tensors are on the CPU
+patch.object(dependent_launch, "compute_capability", lambda device: capability).start()
 build._load_module_from_path = load
 nvidia.library_dirs = lambda: []
 for num_slots in (1, 2, 3, 8, 32):
@@ -70,5 +74,8 @@ if all(hits):
         nvidia.CudaLauncher(one.src, one.metadata)
     of_driver = (Path(nvidia.dirname) / "driver.c").read_text()
     build.compile_module_from_src(of_driver, "cuda_utils", [], nvidia.include_dirs, nvidia.libraries)
-result = {"launches": len(kernels), "compiled": hits.count(False), "loaded": loaded}
+dependent = sum(one.metadata.launch_pdl for one in kernels)
+result = {
+    "launches": len(kernels), "dependent": dependent, "compiled": hits.count(False), "loaded": loaded,
+}  # fmt: skip
 sys.stdout.write(json.dumps(result) + "\n")
