@@ -46,13 +46,9 @@ _NARROW_TILES = {64: 64, 96: 64}
 """And of 64 channels, a tile of 64 rows has 1024 bytes, 64 bits for each thread."""
 _TWO_GROUPS = {64: 64}
 """Two groups of K, or of V, at 2 bits are 1024 bytes; four of them spill."""
-_FOUR_WARPS_SPILL = 88
-"""Bytes, on sm_90 at 128 channels. Eight warps spill none and take 1.4 times as long on an H200 for a batch
-of eight (benchmarks/results/gpu/2026-11-27/call-4)."""
-
-_FOUR_PROGRAMS_SPILL = 160
-"""Bytes. With more registers an SM has three programs, and a batch of eight takes no less time on an H200
-(benchmarks/results/gpu/2026-11-28/call-7)."""
+_FOUR_PROGRAMS_SPILL = 152
+"""Bytes, of 16 query heads a KV head. With more registers an SM has three programs, and a batch of eight
+takes 1.15 times as long on an H200 (benchmarks/results/gpu/2026-11-29/call-2)."""
 _WIDE_HEADS_SPILL = 8
 """Bytes, on sm_80 at 256 channels; with more registers than 128 an SM has one program of eight warps, not
 two."""
@@ -71,7 +67,6 @@ GATES = {
     ),
     "_score_pages_kernel": Gate(
         registers=255,
-        stack_bytes=_FOUR_WARPS_SPILL,
         streams={"start[:, None] + p[None, :]": _WIDE},
     ),
     "_score_rows_kernel": Gate(registers=232, streams={"arena_ptr + start + p[:, None]": _WIDE}),
@@ -98,7 +93,7 @@ GATES = {
         registers=128,
         stack_bytes=_FOUR_PROGRAMS_SPILL,
         streams={
-            "tl.load(pairs_ptr + at": _WIDE,
+            "tl.load(words_ptr + word * 16 + lane": _WIDE,
             "tl.load(words_ptr + row, ": _NARROW_TILES,
             "tl.load(key_ptr + key_offset + at": _WIDE,
             "tl.load(value_ptr + value_offset + at": _WIDE,

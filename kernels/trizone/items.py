@@ -14,9 +14,14 @@ from kvferry.kernels.trizone.codes import keys_of, unpacked
 
 
 @triton.jit
-def _lane_words(words_ptr, bit, before, lanes, lane, ok):
+def _lane_words(words_ptr, bit, before, lanes, lane, ok, FULL: tl.constexpr):
     """Load the int16 words that have a field, whose first bit is `bit`, of each channel: `[BLOCK_C, 16]`."""
-    return tl.load(words_ptr + (before + (bit >> 4)) * lanes + lane, mask=ok, other=0)
+    word = before + (bit >> 4)
+    if FULL:
+        words = tl.load(words_ptr + word * 16 + lane, mask=ok, other=0)
+    else:
+        words = tl.load(words_ptr + word * lanes + lane, mask=ok, other=0)
+    return words
 
 
 @triton.jit
@@ -52,10 +57,10 @@ def _tile_keys(
     b0, b1 = field << log_width, (field + 1) << log_width
     b2, b3 = (field + 2) << log_width, (field + 3) << log_width
     ok = there if FULL else there & (lane < lanes)
-    w0 = _lane_words(words_ptr, b0, before, lanes, lane, ok)
-    w1 = _lane_words(words_ptr, b1, before, lanes, lane, ok)
-    w2 = _lane_words(words_ptr, b2, before, lanes, lane, ok)
-    w3 = _lane_words(words_ptr, b3, before, lanes, lane, ok)
+    w0 = _lane_words(words_ptr, b0, before, lanes, lane, ok, FULL)
+    w1 = _lane_words(words_ptr, b1, before, lanes, lane, ok, FULL)
+    w2 = _lane_words(words_ptr, b2, before, lanes, lane, ok, FULL)
+    w3 = _lane_words(words_ptr, b3, before, lanes, lane, ok, FULL)
     # a code becomes 1024 + code; a channel of 16 bits stays as it is
     mask = ((1 << (1 << log_width)) - 1) * 0x10001
     one = tl.where(c < coded, 0x64006400, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvferry.kernels.dependent_launch import begin_after_others
 from kvferry.kernels.split_attention import append_row
 
 
@@ -33,7 +34,9 @@ def _prologue_kernel(
     query_ptr, half_words_ptr, entries_ptr, scaled_ptr, undo_ptr, out_ptr, new_key_ptr, new_value_ptr,
     buffer_ptr, heads_ptr, scale_log2, num_heads, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, HEAD_FIELDS: tl.constexpr, APPEND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     entry = tl.program_id(0)
     row = entries_ptr + entry * FIELDS
     bh = tl.load(row)

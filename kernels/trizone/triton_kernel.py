@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvferry.kernels.dense_decode.triton_kernel import dot_dtype
+from kvferry.kernels.dependent_launch import begin_after_others, dependent
 from kvferry.kernels.descriptors import (
     ALIGNMENT_BYTES,
     SplitWorkspace,
@@ -49,7 +50,9 @@ def _trizone_kernel(
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, FIELDS: tl.constexpr, ITEM: tl.constexpr, HEAD_FIELDS: tl.constexpr,
     ALIGN: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin_after_others(PDL)
     slot = tl.program_id(0)
     item = items_ptr + slot * ITEM
     kind, source = tl.load(item), tl.load(item + 1)
@@ -138,15 +141,15 @@ def trizone_decode_batch(
         queries, words, entries, scratch.scaled, scratch.undo, output,
         queries if new_keys is None else new_keys, queries if new_values is None else new_values, keys, heads,
         scale_log2, heads.shape[0], **shape, HEAD_FIELDS=heads.shape[1], APPEND=new_keys is not None,
-        num_warps=4 if block_d <= 128 else 8, num_stages=1,
+        num_warps=4 if block_d <= 128 else 8, num_stages=1, **dependent(queries.device),
     )  # fmt: skip
     _trizone_kernel[(work.items.shape[0],)](
         queries, keys, values, heads, halves, words, entries, work.items, scratch.scaled, scratch.undo,
         splits.partial, splits.lse, splits.counters, output, scale_log2, row_stride,
         **shape, BLOCK_C=min(BLOCK_CHANNELS, block_d), BLOCK_R=BLOCK_ROWS, ITEM=ITEM_FIELDS,
         HEAD_FIELDS=heads.shape[1], ALIGN=ALIGNMENT_BYTES // queries.element_size(),
-        DOT=dot_dtype(queries.dtype), ASM=not interpreting(),
-        num_warps=4 if block_d <= 128 else 8, num_stages=2, maxnreg=MAX_REGISTERS,
+        DOT=dot_dtype(queries.dtype), ASM=not interpreting(), num_warps=4 if block_d <= 128 else 8,
+        num_stages=2, maxnreg=MAX_REGISTERS, **dependent(queries.device),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ OPS = {
     "dense_decode": {"_append_rows_kernel", "_dense_decode_kernel"},
     "hsa": {"_gather_attend_kernel", "_score_pages_kernel", "_score_rows_kernel", "_select_tokens_kernel"},
     "kivi": {"_append_rows_kernel", "_kivi_decode_kernel"},
-    "trizone": set[str](),
+    "trizone": {"_prologue_kernel", "_trizone_kernel"},
 }
 """The ops of a decode step, and those of their kernels that are launched dependently at least."""
 
