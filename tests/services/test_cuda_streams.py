@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.prefill.host_copies import PinnedCopies
+from kvferry.shared.device.cuda_device import CudaDevice
 
 DEVICE = torch.device("cuda:0")
 
