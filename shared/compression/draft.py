@@ -72,7 +72,7 @@ def run_draft(
         draw: called with these logits, then with those after each token of the draft.
         states: after the prompt, by layer, without a batch's dimension.
         before_token: called before each token is run; may raise to end the draft, or run another one.
-        steps: of the model; may be used for the next draft, whatever this one raises. None: made for this one.
+        steps: of the model; serve the next draft, whatever this one raises. None: made for this one.
     """
     num_tokens, tokens = layers[0].keys.shape[1], list[DraftToken]()
     num_left = model.spec.max_model_len - num_tokens

@@ -51,8 +51,8 @@ class StepDevice:
 def written_so_far(device: torch.device) -> torch.cuda.Event | None:
     """Mark what this thread's stream has been given so far; None on a CPU, where it is done.
 
-    Decode's steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena runs on
-    the device's default stream, in one of these threads:
+    Decode's steps run on a stream of their own (`cuda_device.py`). Everything else that writes to the arena
+    runs on the device's default stream, in one of these threads:
 
         receiver's      blocks (`ArenaCopier`), rows copied from a session's retained ones
                         (`DeltaLayer.open`), page extremes and the like, checks of packed layers, joined parts
