@@ -5,7 +5,7 @@ so that on a GPU it is captured once, and replayed for every token of every prom
 
     begin: copy K and V, capture ──run──► place in the slot, step ──run──► step ──► ... ──end──► slot empty
 
-Python would launch the kernels of a step of a model of 32 layers in 20 ms, and the GPU runs them in 6.
+Run eagerly on an H200, a token of a model of 8B parameters took 29 ms, of which the GPU worked 6.
 """
 
 from __future__ import annotations

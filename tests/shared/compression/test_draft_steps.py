@@ -248,24 +248,33 @@ def test_a_prompt_with_layers_on_the_host_runs_eagerly_and_the_next_is_replayed(
     with dispatch.recording() as calls:
         assert_same(draft(model, captured, 3, steps), expected)
     assert calls["dense_decode", "interpreter"] == 3 * model.spec.num_layers
-    monkeypatch.undo()
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 def test_a_draft_between_two_tokens_of_another_changes_neither(
-    model: TransformersModel, device: TapeDevice
+    model: TransformersModel, device: TapeDevice, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
+    """Args: on_host: whether the layers of the other wait there, so that the step is captured between."""
     outer, inner = captured_of(model, 40), captured_of(model, 25)
+    expected = draft(model, outer, 4), draft(model, inner, 2)
     steps, found, count = DraftSteps(model, device), list[Drafted](), list[int]()
+    here = model.device
+    if on_host:
+        monkeypatch.setattr(
+            model, "device", torch.device("cpu", 0)
+        )  # another than the rows', as torch compares
 
     def between() -> None:
         count.append(1)
-        if len(count) in (1, 3):  # before the first token, and in mid-draft
+        if len(count) in (2, 4):
+            monkeypatch.setattr(model, "device", here)
             found.append(draft(model, inner, 2, steps))
 
-    assert_same(draft(model, outer, 4, steps, between), draft(model, outer, 4))
+    assert_same(draft(model, outer, 4, steps, between), expected[0])
+    assert device.num_captures == 1
     assert len(found) == 2
     for each in found:
-        assert_same(each, draft(model, inner, 2))
+        assert_same(each, expected[1])
 
 
 @pytest.mark.parametrize("captures", [True, False])
