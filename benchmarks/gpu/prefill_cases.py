@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from decode_cases import Method, methods_of
+from decode_cases import Method, methods_of, refuse
 from timing import Clock
 from torch import Tensor
 
@@ -122,7 +122,7 @@ class PrefillBench:
         self._model = model
         self._clock = clock
         self._ids = ids.to(clock.device)
-        self._drafts = DraftSteps(model, clock.step_device())
+        self._drafts = DraftSteps(model, clock.step_device(), warn=refuse)
         self._base_s: float | None = None
         self._resolved: ResolvedPlan | None = None
 

@@ -96,7 +96,11 @@ class PrefillEngine:
         self._clock = clock
         self._next_look_s = 0.0
         self._copies = host_copies(model.device)
-        self._drafts = DraftSteps(model, step_device(model, priority=0))
+        self._drafts = DraftSteps(
+            model,
+            step_device(model, priority=0),
+            warn=lambda reason: log.warning("a draft's step is not captured; it runs eagerly", reason=reason),
+        )
         # A cancelled pass may still be handing a layer over when the next one begins.
         self._handing = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-prefill-hand-over")
         self.turns = SessionTurns(

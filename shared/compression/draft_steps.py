@@ -11,10 +11,9 @@ Run eagerly on an H200, a token of a model of 8B parameters took 29 ms, of which
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -32,11 +31,7 @@ from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvferry.shared.compression.formats.interface import Tensors
-
-_log = structlog.get_logger(__name__)
 
 _MAX_CAPTURES = 2
 _ANCHOR_ELEMENTS = 16
@@ -49,10 +44,18 @@ class DraftSteps:
         model: of one rank; used by no other thread meanwhile.
         device: if it captures, a step is captured with the first draft that can be replayed. None: no step
             is. Its stream is used for the capture alone.
+        warn: called with the reason if a capture fails.
     """
 
-    def __init__(self, model: LanguageModel, device: StepDevice | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: StepDevice | None = None,
+        *,
+        warn: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._model = model
+        self._warn = warn
         self._device = device or StepDevice()
         self._step: _Step | None = None
         self._num_failed = 0
@@ -90,7 +93,7 @@ class DraftSteps:
             except Exception as error:  # Triton's compiler has its own errors; the step runs without a graph
                 step.replay = None
                 self._num_failed += 1
-                _log.warning("a draft's step is not captured", error=f"{type(error).__name__}: {error}")
+                self._warn(f"{type(error).__name__}: {error}")
             done = written_so_far(device)
         if done is not None:
             done.synchronize()  # replays run on the stream of the pass

@@ -171,13 +171,15 @@ def tensors_of(step: Any) -> dict[str, int]:
 def test_one_captured_step_serves_prompts_of_any_lengths(
     model: TransformersModel, device: TapeDevice
 ) -> None:
-    steps, places = DraftSteps(model, device), []
+    steps, places = DraftSteps(model, device), list[dict[str, int]]()
+
+    def look() -> None:
+        places.append(tensors_of(steps._step) if steps._step else {})
+
     for num_tokens, num_draft in ((43, 3), (7, 4), (120, 2), (1, 1), (43, 3)):
         captured = captured_of(model, num_tokens)
         expected = draft(model, captured, num_draft)
-        found = draft(
-            model, captured, num_draft, steps, lambda: places.append(steps._step and tensors_of(steps._step))
-        )
+        found = draft(model, captured, num_draft, steps, look)
         assert len(found.tokens) == num_draft
         assert_same(found, expected)
         assert steps.is_captured
@@ -346,12 +348,14 @@ def test_a_step_is_captured_again_without_a_kernel_that_is_not_used_any_more(
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_tried_twice(
     model: TransformersModel, device: TapeDevice
 ) -> None:
-    steps, captured = DraftSteps(model, device), captured_of(model, 16)
+    reasons: list[str] = []
+    steps, captured = DraftSteps(model, device, warn=reasons.append), captured_of(model, 16)
     device.fails = True
     expected = draft(model, captured, 2)
     for _ in range(3):
         assert_same(draft(model, captured, 2, steps), expected)
     assert device.num_captures == 2
+    assert reasons == ["RuntimeError: operation not permitted when stream is capturing"] * 2
     assert not steps.is_captured
 
 
