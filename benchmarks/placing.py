@@ -29,7 +29,7 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.packed.layout import LAYOUT_VERSION
 from kvferry.kernels.packed.packing import pack_layer
 from kvferry.services.decode.slots import StepRunner
-from kvferry.services.decode.step import StepDevice, StepInput
+from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import sequence_layout
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.formats.interface import LayerCache
@@ -38,6 +38,7 @@ from kvferry.shared.compression.formats.rdkv import Rdkv
 from kvferry.shared.compression.plan import Budget, ResolvedPlan
 from kvferry.shared.compression.presets import plan_for, preset
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.sampling.params import SamplingParams

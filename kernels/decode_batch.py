@@ -248,6 +248,10 @@ class SlotBatch(ABC, Generic[Rows, Scratch]):
         """Return whether one launch runs all slots, so that a step does not wait for the device."""
         return self.has_tables and self.op not in quarantine.by_op
 
+    def count_from(self, base: Tensor) -> None:
+        """Count descriptors from another buffer. All slots must be empty, and no step be captured."""
+        self._base = base
+
     def place(self, slot: int, layers: Mapping[int, Rows]) -> None:
         """Place a sequence in an empty slot. Args: layers: its rows in the layers that are of this kind.
 
@@ -442,8 +446,3 @@ def attend_in_c(
 def in_buckets(number: int, *, least: int = 1) -> int:
     """Return the next power of two, so that sizes that change from batch to batch have few values."""
     return max(1 << max(number - 1, 0).bit_length(), least)
-
-
-def num_pages(length: int, page_size: int) -> int:
-    """Count the pages of so many rows, the last of which may be partial."""
-    return -(-length // page_size)

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from decode_cases import Method, methods_of
+from decode_cases import Method, methods_of, refuse
 from timing import Clock
 from torch import Tensor
 
 from kvferry.services.prefill.host_copies import Arrived, HostCopies
 from kvferry.shared.compression.compress import WaitingLayer, compress_waiting, measure_layer
 from kvferry.shared.compression.draft import greedy, run_draft
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.compression.formats import encode_layer, make_formats, num_observed_queries
 from kvferry.shared.compression.formats.interface import LayerFormat
 from kvferry.shared.compression.interface import LayerInputs
@@ -38,15 +39,21 @@ def prefill_methods(rows: int, *, widths_window: int = 32) -> tuple[Method, ...]
 class _Observer:
     """Compresses each layer and copies what is kept, one layer behind; or does less of it.
 
-    Args: resolved: None where nothing is compressed; copies: None where nothing is copied.
+    Args: resolved: None where nothing is compressed; copies: None where nothing is copied; drafts: of all
+    passes.
     """
 
     def __init__(
-        self, model: TransformersModel, resolved: ResolvedPlan | None, copies: HostCopies | None
+        self,
+        model: TransformersModel,
+        resolved: ResolvedPlan | None,
+        copies: HostCopies | None,
+        drafts: DraftSteps,
     ) -> None:
         self._model = model
         self._resolved = resolved
         self._copies = copies
+        self._drafts = drafts
         self._leaving: list[Arrived] = []
         self._formats: tuple[LayerFormat, ...] = ()
         if resolved is not None:
@@ -94,11 +101,10 @@ class _Observer:
         if self._num_draft:
             assert self._resolved is not None
             draw = greedy(self._model.spec, self._num_draft)
-            drafted = run_draft(
-                self._model, [layer.inputs for layer in self._waiting], logits=logits, draw=draw
-            )
-            for inputs in drafted.layers:
-                self._copy(encode_layer(self._resolved, self._formats[inputs.layer], inputs).tensors)
+            inputs = [layer.inputs for layer in self._waiting]
+            drafted = run_draft(self._model, inputs, logits=logits, draw=draw, steps=self._drafts)
+            for layer in drafted.layers:
+                self._copy(encode_layer(self._resolved, self._formats[layer.layer], layer).tensors)
         elif self._waiting:
             assert self._resolved is not None
             for tensors in compress_waiting(self._model.spec, self._resolved, self._waiting)[1]:
@@ -116,6 +122,7 @@ class PrefillBench:
         self._model = model
         self._clock = clock
         self._ids = ids.to(clock.device)
+        self._drafts = DraftSteps(model, clock.step_device(), warn=refuse)
         self._base_s: float | None = None
         self._resolved: ResolvedPlan | None = None
 
@@ -162,7 +169,7 @@ class PrefillBench:
         return self._clock.profile(lambda: self._pass(self._resolved, None), 1)
 
     def _pass(self, resolved: ResolvedPlan | None, copies: HostCopies | None) -> tuple[float, int]:
-        observer = _Observer(self._model, resolved, copies)
+        observer = _Observer(self._model, resolved, copies, self._drafts)
 
         def run() -> None:
             logits = self._model.prefill(

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvferry.services.decode.cuda_device import CudaDevice
-from kvferry.services.decode.step import StepDevice
 from kvferry.services.prefill.host_copies import HostCopies, host_copies
+from kvferry.shared.device.cuda_device import CudaDevice
+from kvferry.shared.device.step_device import StepDevice
 
 FLUSH_BYTES = 512 << 20
 COPY_BYTES = 2 << 30

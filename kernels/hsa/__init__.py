@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import num_pages as num_pages
+from kvferry.kernels.descriptors import num_pages as num_pages
 from kvferry.kernels.dispatch import (
     alignment_problem,
     check_attention,

@@ -22,8 +22,9 @@ from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.shadow import ShadowStep
 from kvferry.services.decode.slots import Captures, StepRunner, lane_of
-from kvferry.services.decode.step import LaunchedStep, StepDevice, StepInput
+from kvferry.services.decode.step import LaunchedStep, StepInput
 from kvferry.shared.cache.arena import Allocation
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.errors import WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.sampling.params import SampledToken

@@ -21,7 +21,6 @@ import torch
 from kvferry.kernels.quarantine import is_lost
 from kvferry.services.decode.batch import Batch, LaunchedBatch
 from kvferry.services.decode.config import DecodeConfig
-from kvferry.services.decode.cuda_device import step_device
 from kvferry.services.decode.events import EventStream, deliver
 from kvferry.services.decode.memory import SequenceMemory
 from kvferry.services.decode.parts import Parts
@@ -34,6 +33,7 @@ from kvferry.shared.control.messages import (
     GenerationFinished,
     TokenGenerated,
 )
+from kvferry.shared.device.cuda_device import step_device
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.process.heartbeat import Heartbeat

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence
-from kvferry.services.decode.step import written_so_far
 from kvferry.shared.cache.arena import (
     Allocation,
     AllocationState,
@@ -27,6 +26,7 @@ from kvferry.shared.cache.arena import (
 )
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured
+from kvferry.shared.device.step_device import written_so_far
 from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.process.freeing_rate import FreeingRate
 

@@ -22,12 +22,12 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from kvferry.services.decode.events import EventStream
 from kvferry.services.decode.parts import Parts, checked_first_token
 from kvferry.services.decode.receiver import PartArrived, SequencePart, measured_plan
-from kvferry.services.decode.step import written_so_far
 from kvferry.shared.cache.arena import Allocation, ByteArena
 from kvferry.shared.cache.delta import Positions, RetainedChain
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.control.messages import FinishReason, GenerateRequest, TransferAccepted
+from kvferry.shared.device.step_device import written_so_far
 from kvferry.shared.errors import KvferryError, LeaseExpired
 from kvferry.shared.model.ending import Ending
 from kvferry.shared.sampling.params import SampledToken

@@ -15,8 +15,9 @@ from torch import Tensor
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.quarantine import quarantined
 from kvferry.services.decode.attention import BatchAttention
-from kvferry.services.decode.step import BatchSlots, DecodeStep, LaunchedStep, StepDevice, StepInput
+from kvferry.services.decode.step import BatchSlots, DecodeStep, LaunchedStep, StepInput
 from kvferry.shared.compression.formats.interface import LayerCache
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import ModelSpec
 

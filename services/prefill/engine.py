@@ -24,11 +24,13 @@ from kvferry.services.prefill.parts import PrefillRanks
 from kvferry.services.prefill.prompt_pass import PassTimes, PromptPass
 from kvferry.services.prefill.schedule import MAX_STARTED, Pauses, Schedule, Started
 from kvferry.services.prefill.turns import HistoryReceiver
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.kept import kept_fractions
 from kvferry.shared.compression.plan import ResolvedPlan, is_measured, plan_digest, repeats_prompt
 from kvferry.shared.compression.rdkv.epsilon import stand_in
 from kvferry.shared.control.messages import FirstToken, TokenGenerated
+from kvferry.shared.device.cuda_device import step_device
 from kvferry.shared.device.warm_up import CollectingPass, needs_warm_up, shown_progress, warm_prefill
 from kvferry.shared.errors import CapacityExceeded, KvferryError, WorkerUnavailable
 from kvferry.shared.history.store import HistoryStore
@@ -94,6 +96,11 @@ class PrefillEngine:
         self._clock = clock
         self._next_look_s = 0.0
         self._copies = host_copies(model.device)
+        self._drafts = DraftSteps(
+            model,
+            step_device(model, priority=0),
+            warn=lambda reason: log.warning("a draft's step is not captured; it runs eagerly", reason=reason),
+        )
         # A cancelled pass may still be handing a layer over when the next one begins.
         self._handing = ThreadPoolExecutor(MAX_STARTED + 1, "kvferry-prefill-hand-over")
         self.turns = SessionTurns(
@@ -227,7 +234,7 @@ class PrefillEngine:
         """See `shared/device/warm_up.py`; the engine is not ready before its first probe."""
         progress = shown_progress(self._metrics.warm_up)
         if self._config.warm_up and needs_warm_up("prefill", self._model):
-            warm_prefill(self._model, progress)
+            warm_prefill(self._model, progress, self._drafts)
             progress(1.0, "")
         self._metrics.warm_up.set(1)
 
@@ -302,6 +309,7 @@ class PrefillEngine:
             clock=(lambda: started.ran_s(self._clock())) if is_long else self._clock,
             pool=self._handing,
             pool_clock=self._clock,
+            drafts=self._drafts,
         )
         job.opening.tell = partial(self._tell, started, layers.logprobs)
         logits = layers.run(partial(self.turns.missed, job))

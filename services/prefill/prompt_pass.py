@@ -21,6 +21,7 @@ from kvferry.services.prefill.job import PrefillJob, PromptLogprobs
 from kvferry.services.prefill.schedule import Pauses
 from kvferry.shared.compression.compress import WaitingLayer, allocate_waiting, measure_layer
 from kvferry.shared.compression.draft import greedy, run_draft
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.compression.formats import encode_layer
 from kvferry.shared.compression.formats.drafted import with_draft
 from kvferry.shared.compression.formats.interface import Encoded, Tensors
@@ -78,6 +79,7 @@ class PromptPass:
         clock: Callable[[], float],
         pool: Executor,
         pool_clock: Callable[[], float],
+        drafts: DraftSteps,
     ) -> None:
         """Args:
         pauses: interrupt a long pass while it computes, but not while it loads, ships or stages; of a model
@@ -88,6 +90,7 @@ class PromptPass:
         heartbeat: told of waits for stored history and for the layer that is being handed over.
         clock: seconds of this pass.
         pool, pool_clock: where layers are handed over, and seconds there.
+        drafts: of the thread that runs passes.
         """
         self.times = PassTimes()
         count = job.request.prompt_logprobs
@@ -106,6 +109,7 @@ class PromptPass:
         self._heartbeat = heartbeat
         self._clock = clock
         self._pool_clock = pool_clock
+        self._drafts = drafts
         self._num_draft = num_draft_tokens(job.resolved)
         self._repeats = repeats_prompt(job.resolved)
         self._continues = self._repeats or self._num_draft > 0
@@ -325,6 +329,7 @@ class PromptPass:
             draw=self._job.opening.draw if ships else greedy(self._model.spec, self._num_draft),
             states=self._states,
             before_token=before_token,
+            steps=self._drafts,
         )
         self._waiting = [WaitingLayer(inputs=inputs) for inputs in drafted.layers]
         if not ships:

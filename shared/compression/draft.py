@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.shared.compression.draft_steps import DraftSteps
+from kvferry.shared.compression.draft_steps import Draft, DraftSteps
 from kvferry.shared.compression.interface import Ahead, LayerInputs
 from kvferry.shared.compression.plan import MOST_DRAFT_TOKENS
 from kvferry.shared.model.interface import LanguageModel
@@ -61,6 +61,7 @@ def run_draft(
     draw: Draw,
     states: Mapping[int, Tensors] | None = None,
     before_token: Callable[[], None] = lambda: None,
+    steps: DraftSteps | None = None,
 ) -> Drafted:
     """Run the tokens of a draft after a prompt. It ends at the end of the model's window, or after
     MOST_DRAFT_TOKENS, at the latest.
@@ -70,24 +71,30 @@ def run_draft(
         logits: float32 `[V]` after the prompt.
         draw: called with these logits, then with those after each token of the draft.
         states: after the prompt, by layer, without a batch's dimension.
-        before_token: called before each token is run; may raise to end the draft.
+        before_token: called before each token is run; may raise to end the draft, or run another one.
+        steps: of the model; serve the next draft, whatever this one raises. None: made for this one.
     """
     num_tokens, tokens = layers[0].keys.shape[1], list[DraftToken]()
     num_left = model.spec.max_model_len - num_tokens
-    draft: DraftSteps | _PromptPasses | None = None
-    for _ in range(num_left):
-        if (token_id := draw(logits)) is None or len(tokens) == MOST_DRAFT_TOKENS:
-            break
-        before_token()
-        if draft is None and model.num_ranks > 1:
-            draft = _PromptPasses(model, layers)
-        elif draft is None:
-            draft = DraftSteps(model, layers, states or {}, room=min(num_left, MOST_DRAFT_TOKENS))
-        logits = draft.run(token_id)
-        tokens.append(DraftToken(token_id=token_id, logits=logits, states=dict(draft.states)))
-    ahead = None if draft is None else draft.ahead
-    layers = [replace(inputs, ahead=None if ahead is None else ahead(inputs.layer)) for inputs in layers]
-    return Drafted(layers=tuple(layers), tokens=tuple(tokens))
+    draft: Draft | _PromptPasses | None = None
+    try:
+        for _ in range(num_left):
+            if (token_id := draw(logits)) is None or len(tokens) == MOST_DRAFT_TOKENS:
+                break
+            before_token()
+            if draft is None and model.num_ranks > 1:
+                draft = _PromptPasses(model, layers)
+            elif draft is None:
+                room = min(num_left, MOST_DRAFT_TOKENS)
+                draft = (steps or DraftSteps(model)).begin(layers, states or {}, room=room)
+            logits = draft.run(token_id)
+            tokens.append(DraftToken(token_id=token_id, logits=logits, states=dict(draft.states)))
+        ahead = None if draft is None else draft.ahead
+        layers = [replace(inputs, ahead=None if ahead is None else ahead(inputs.layer)) for inputs in layers]
+        return Drafted(layers=tuple(layers), tokens=tuple(tokens))
+    finally:
+        if draft is not None:
+            draft.end()
 
 
 def greedy(spec: ModelSpec, num_tokens: int) -> Draw:
@@ -117,15 +124,18 @@ class _PromptPasses:
         self._position = layers[0].keys.shape[1]
 
     def run(self, token_id: int) -> Tensor:
-        """See `DraftSteps.run`."""
+        """See `Draft.run`."""
         token = torch.tensor([token_id], device=self._model.device)
         logits = self._model.prefill(token, start=self._position, observer=self, num_queries=1)
         self._position += 1
         return logits
 
     def ahead(self, layer: int) -> Ahead | None:
-        """See `DraftSteps.ahead`."""
+        """See `Draft.ahead`."""
         return self._ahead.get(layer)
+
+    def end(self) -> None:
+        """See `Draft.end`."""
 
     def history(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = [rows.to(self._model.device) for rows in self._rows[layer]]

@@ -23,6 +23,7 @@ from kvferry.kernels.quarantine import is_lost
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.draft import Draw, run_draft
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.compression.formats.interface import Tensors
 from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.compression.plan import Budget, ResolvedPlan, num_draft_tokens
@@ -69,9 +70,11 @@ def needs_warm_up(role: Role, model: LanguageModel) -> bool:
     return any(ops_with_kernels(role, shape) for shape in model_shapes(model.spec, model.device))
 
 
-def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> Iterator[WarmPrompt]:
+def warm_prompts(
+    model: LanguageModel, num_tokens: int, progress: Progress, drafts: DraftSteps | None = None
+) -> Iterator[WarmPrompt]:
     """Run a prompt through the model once, and compress it by every method. A method that fails is left out:
-    requests will get its error."""
+    requests will get its error. Args: drafts: see `run_draft`."""
     spec = model.spec
     num_tokens = max(min(num_tokens, spec.max_model_len - 2 * NEW_TOKENS), 1)
     methods = applicable_methods(spec.layers)
@@ -94,7 +97,9 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
             )
             if num_draft := num_draft_tokens(resolved):
                 draw = _any_tokens(num_draft)
-                drafted = run_draft(model, layers, logits=logits, draw=draw, states=pass_.states)
+                drafted = run_draft(
+                    model, layers, logits=logits, draw=draw, states=pass_.states, steps=drafts
+                )
                 layers = list(drafted.layers)
             resolved, tensors = compress_prompt(spec, resolved, layers, pass_.states)
         except Exception as error:
@@ -105,11 +110,14 @@ def warm_prompts(model: LanguageModel, num_tokens: int, progress: Progress) -> I
         yield WarmPrompt(method=method, resolved=resolved, tensors=tensors)
 
 
-def warm_prefill(model: LanguageModel, progress: Progress) -> None:
-    """Do all of prefill's warm-up: prompts, and kernels for other options and lengths than theirs."""
+def warm_prefill(model: LanguageModel, progress: Progress, drafts: DraftSteps | None = None) -> None:
+    """Do all of prefill's warm-up: prompts, and kernels for other options and lengths than theirs.
+
+    Args: drafts: those of requests, whose step is captured.
+    """
     begin_s = time.monotonic()
     for num_tokens in PROMPT_TOKENS:
-        for _ in warm_prompts(model, num_tokens, progress):
+        for _ in warm_prompts(model, num_tokens, progress, drafts):
             pass
     for shape in model_shapes(model.spec, model.device):
         _warm_tiles(shape, ops_with_kernels("prefill", shape))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from kvferry.services.decode.cuda_device import CudaDevice
 from kvferry.services.prefill.host_copies import PinnedCopies
+from kvferry.shared.device.cuda_device import CudaDevice, step_device
+from kvferry.shared.model.interface import LanguageModel
 
 DEVICE = torch.device("cuda:0")
 
@@ -32,11 +34,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decodes_stream_has_a_higher_priority_than_each_of_prefills() -> None:
-    CudaDevice(DEVICE)
+    model = cast(LanguageModel, SimpleNamespace(device=DEVICE, num_ranks=1))
+    step_device(model)
     (decode,) = RecordedStream.made
     PinnedCopies(DEVICE)
+    step_device(model, priority=0)
     prefill = RecordedStream.made[1:]
-    assert len(prefill) == 3  # it computes, copies to the host, and copies history to the device
+    # it computes, copies to the host, copies history to the device, and captures the step of drafts
+    assert len(prefill) == 4
     assert all(decode.priority < stream.priority for stream in prefill)
     assert {stream.device for stream in RecordedStream.made} == {DEVICE}
 

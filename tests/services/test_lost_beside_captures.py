@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.kernels.quarantine import capturing
-from kvferry.services.decode.cuda_device import CudaDevice
+from kvferry.shared.device.cuda_device import CudaDevice
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from kvtest.decode import SmallModel
+from kvtest.steps import CountingDevice
 
 from kvferry.kernels import dispatch, quarantine
 from kvferry.shared.compression.applicable import applicable_methods
+from kvferry.shared.compression.draft_steps import DraftSteps
 from kvferry.shared.device import warm_up
 
 CPU = torch.device("cpu")
@@ -49,6 +51,16 @@ def test_a_method_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("full", "snapkv", "streamingllm"))
     prompts = warm_up.warm_prompts(SmallModel(), 40, lambda done, what: None)
     assert [prompt.method for prompt in prompts] == ["full", "streamingllm"]
+
+
+def test_the_step_of_drafts_is_captured_once_before_requests(monkeypatch):
+    monkeypatch.setattr(warm_up, "applicable_methods", lambda layers: ("full", "rdkv-draft"))
+    monkeypatch.setattr(warm_up, "PROMPT_TOKENS", (40, 43))
+    model, device = SmallModel(), CountingDevice()
+    drafts = DraftSteps(model, device)
+    warm_up.warm_prefill(model, lambda done, what: None, drafts)
+    assert device.num_captures == 1
+    assert drafts.is_captured
 
 
 def test_a_worker_without_kernels_needs_no_warm_up():

@@ -14,7 +14,7 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.column_sums import window_scores
 from kvferry.kernels.decode_batch import BatchShape
 from kvferry.kernels.dense_decode import dense_decode
-from kvferry.services.decode.cuda_device import CudaDevice
+from kvferry.shared.device.cuda_device import CudaDevice
 from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.device.self_test import self_test
 from kvferry.tools.doctor.attention import AttentionCase, attention_cases, dense_case

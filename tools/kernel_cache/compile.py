@@ -18,11 +18,11 @@ from kvferry.kernels import dispatch
 from kvferry.kernels.cases import op_checks
 from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.slots import StepRunner
-from kvferry.services.decode.step import StepDevice
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena
 from kvferry.shared.device.kernel_paths import Role
 from kvferry.shared.device.self_test import model_shapes, ops_with_kernels
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.device.warm_up import warm_prefill
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.tools.kernel_cache.launchers import build_launchers

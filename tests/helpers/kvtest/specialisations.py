@@ -18,13 +18,14 @@ from triton.runtime.jit import JITFunction
 
 from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.slots import StepRunner
-from kvferry.services.decode.step import StepDevice, StepInput
+from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
 from kvferry.shared.compression.compress import compress_prompt
 from kvferry.shared.compression.formats import make_formats
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.device.warm_up import CollectingPass
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.sampling.params import SamplingParams

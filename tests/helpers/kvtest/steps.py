@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvferry.kernels import dispatch
 from kvferry.services.decode import engine
-from kvferry.services.decode.step import StepDevice
+from kvferry.shared.device.step_device import StepDevice
 
 
 @pytest.fixture

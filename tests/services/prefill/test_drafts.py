@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvtest.prefill import key_of, make_prompt
+from kvtest.steps import CountingDevice
 from torch import Tensor
 
+from kvferry.services.prefill import engine
 from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import FirstToken, TokenGenerated, TransferDone
@@ -60,6 +62,19 @@ async def test_nothing_is_drawn_after_the_end_of_the_completion(
         stopped = await drawn(harness, stop=(text,))
         assert stopped == every[: len(stopped)]
         assert len(stopped) <= first + 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CountingDevice:
+    device = CountingDevice()
+    monkeypatch.setattr(engine, "step_device", lambda model, priority: device)
+    return device
+
+
+async def test_one_captured_step_drafts_for_all_prompts(device: CountingDevice, harness: Harness) -> None:
+    every = [await drawn(harness, seed=seed) for seed in (3, 4, 3)]
+    assert every[0] == every[2] != every[1]
+    assert device.num_captures == 1
 
 
 async def test_tokens_are_told_before_the_next_is_drawn(harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs for decode steps: one stream, and graphs that share one memory pool."""
+"""CUDA graphs for steps: one stream, and graphs that share one memory pool."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import torch
 from torch import Tensor
 
 from kvferry.kernels.quarantine import capturing
-from kvferry.services.decode.step import StepDevice
+from kvferry.shared.device.step_device import StepDevice
 from kvferry.shared.model.interface import LanguageModel
 
-_PRIORITY = -1
-"""Above the default, 0."""
+_DECODE_PRIORITY = -1
+"""Above the default, 0, which prefill has."""
 
 
 class CudaDevice(StepDevice):
     """A `StepDevice` with its own stream and with CUDA graphs that share one memory pool.
 
-    The stream's programs go before those of a prefill in the same process, whose stream has no priority.
+    Decode's programs go before those of a prefill in the same process, whose streams have no priority. A
+    graph's programs have the priority of the stream on which they were captured.
 
     Graphs write their results to buffers allocated before capture, so they can reuse each other's scratch
     memory.
     """
 
-    def __init__(self, device: torch.device, *, captures: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, captures: bool = True, priority: int = _DECODE_PRIORITY
+    ) -> None:
         self.captures = captures
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=_PRIORITY)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._failed: list[torch.cuda.CUDAGraph] = []
 
@@ -91,8 +94,8 @@ class CudaDevice(StepDevice):
         return host, arrived.query
 
 
-def step_device(model: LanguageModel) -> StepDevice:
-    """Return the step device for a model."""
+def step_device(model: LanguageModel, *, priority: int = _DECODE_PRIORITY) -> StepDevice:
+    """Return the step device for a model. Args: priority: of its stream."""
     if model.device.type != "cuda":
         return StepDevice()
-    return CudaDevice(model.device, captures=model.num_ranks == 1)
+    return CudaDevice(model.device, captures=model.num_ranks == 1, priority=priority)
