@@ -102,9 +102,9 @@ def test_spills_that_were_measured_to_be_faster_are_allowed(
     modules: tuple[ModuleType, ModuleType],
 ) -> None:
     gates, compiler = modules
-    load = ("LDG.E.128", "x = tl.load(arena_ptr + start[:, None] + p[None, :], mask)")
-    scoring = replace(facts(compiler, load), kernel="_score_pages_kernel")
-    most = gates.GATES["_score_pages_kernel"].stack_bytes
+    load = ("LDG.E.128", "x = tl.load(ptr + at, mask)")
+    scoring = replace(facts(compiler, load), kernel="_chunk_scores_kernel")
+    most = gates.GATES["_chunk_scores_kernel"].stack_bytes
     assert most > 0
     assert gates.breaks(replace(scoring, stack_bytes=most), 128) == []
     (found,) = gates.breaks(replace(scoring, stack_bytes=most + 8), 128)
