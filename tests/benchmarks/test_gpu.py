@@ -247,6 +247,25 @@ def test_every_kernel_fits_the_other_architectures() -> None:
         assert found == kernels, (arch, name)
 
 
+def test_constants_and_launch_options_are_replaced_for_a_measurement(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    changes = ("trizone.work_list:MIN_ITEM_BYTES=512", "trizone.triton_kernel:_trizone_kernel.num_stages=1")
+    words = ("--check", "--methods", "rdkv", "--set", changes[0], "--option", changes[1], "--output", output)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu/variants.py", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["path"] == "graph"
+    assert (row["set"], row["option"]) == ([changes[0]], [changes[1]])
+    assert row["us"]
+
+
 def test_a_shape_that_there_is_not_is_refused() -> None:
     done = run("--compile", "--models", "D100-G3-bf16")
     assert done.returncode != 0
