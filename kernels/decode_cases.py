@@ -40,15 +40,7 @@ class _Inputs:
     """Three sequences of one layer in an arena, and the tokens of two steps."""
 
     def __init__(self, shape: BatchShape, *, has_nan: bool) -> None:
-        self.shape = BatchShape(
-            num_layers=1,
-            num_slots=len(LENGTHS),
-            num_kv_heads=shape.num_kv_heads,
-            group_size=shape.group_size,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-            device=shape.device,
-        )
+        self.shape = replace(shape, num_layers=1, num_slots=len(LENGTHS))
         self._generator = torch.Generator().manual_seed(7)
         heads, head_dim, slots = shape.num_kv_heads, shape.head_dim, len(LENGTHS)
         # K, V, both extremes of K's pages, and space for packed bytes

@@ -112,8 +112,3 @@ def splits_at_once(num_heads: int, device: torch.device, per_multiprocessor: int
     if device.type != "cuda":
         return _INTERPRETED_SPLITS
     return min(max(per_multiprocessor * num_multiprocessors(device) // num_heads, 1), MAX_SPLITS)
-
-
-def num_pages(length: int, page_size: int) -> int:
-    """Count the pages of so many rows, the last of which may be partial."""
-    return -(-length // page_size)

@@ -305,7 +305,8 @@ def check_attention(
     if (
         queries.ndim != 3
         or len(shape) != 3
-        or not _fit(keys, values)
+        or values.shape[:-1] != shape[:-1]
+        or not 0 < values.shape[-1] <= shape[-1]
         or (shape[0], shape[2]) != (queries.shape[0], queries.shape[2])
         or shape[1] < least
     ):
@@ -315,11 +316,6 @@ def check_attention(
             f"{rows} at least {least}"
         )
     check_same_kind(**{"queries": queries, f"{prefix}keys": keys, f"{prefix}values": values})
-
-
-def _fit(keys: Tensor, values: Tensor) -> bool:
-    """Return whether these are rows of the same heads and tokens."""
-    return values.shape[:-1] == keys.shape[:-1] and 0 < values.shape[-1] <= keys.shape[-1]
 
 
 def check_scores(queries: Tensor, keys: Tensor, *, rows: str) -> None:

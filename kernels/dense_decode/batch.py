@@ -37,7 +37,6 @@ class DenseBatch(SlotBatch[CachedRows, SplitWorkspace]):
         """See `SlotBatch.size`: the memory depends on nothing else."""
 
     def scratch(self, num_slots: int) -> SplitWorkspace:
-        """See `SlotBatch.scratch`."""
         num_heads = num_slots * self._shape.num_kv_heads
         return split_workspace(self._output[:num_slots], choose_num_programs(num_heads, self._shape.device))
 

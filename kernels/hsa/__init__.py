@@ -15,22 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.kernels.descriptors import num_pages as num_pages
 from kvferry.kernels.dispatch import (
     alignment_problem,
+    attention_problem,
     check_attention,
     check_same_kind,
     check_size,
     path_for,
     run,
-    shape_problem,
-    width_problem,
 )
 from kvferry.kernels.hsa import torch_path
 from kvferry.kernels.softmax import Scaling
 
 MAX_PAGES = 8192
 """Pages of one head that a kernel can choose from: one program chooses among all of them."""
+
+
+def num_pages(length: int, page_size: int) -> int:
+    """Count the pages of so many rows, the last of which may be partial."""
+    return -(-length // page_size)
 
 
 def update_page_extremes(
@@ -130,9 +133,7 @@ def check_pages(keys: Tensor, page_max: Tensor, page_min: Tensor, *, length: int
 def _unsupported(
     queries: Tensor, keys: Tensor, values: Tensor, page_max: Tensor, page_min: Tensor, page_size: int
 ) -> str | None:
-    problem = shape_problem(
-        queries.dtype, queries.shape[1], queries.shape[2], queries.device
-    ) or width_problem(keys, values)
+    problem = attention_problem(queries, keys, values)
     if problem is None and not keys.stride(1) == values.stride(1) == keys.shape[2]:
         problem = f"rows of keys and values are not {keys.shape[2]} elements apart"
     if problem is None and page_max.stride() != page_min.stride():
@@ -142,4 +143,4 @@ def _unsupported(
     if problem is None and page_size > 1:
         # read along pages, 16 bytes at a time
         problem = alignment_problem(page_max=page_max.mT, page_min=page_min.mT)
-    return problem or alignment_problem(keys=keys, values=values)
+    return problem

@@ -200,13 +200,11 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
         self._ranked: dict[int, RankedQueries] = {}
 
     def place(self, slot: int, layers: Mapping[int, SparseRows]) -> None:
-        """See `SlotBatch.place`."""
         super().place(slot, layers)
         if self._in_triton:
             self._sizes[slot] = SparseSize.of_all(set(map(SparseSize.of, layers.values())))
 
     def remove(self, slot: int) -> None:
-        """See `SlotBatch.remove`."""
         super().remove(slot)
         self._sizes.pop(slot, None)
         self._ranked = {}
@@ -214,11 +212,9 @@ class HsaBatch(SlotBatch[SparseRows, HsaScratch]):
             self._views.pop((layer, slot), None)
 
     def size(self) -> SparseSize:
-        """See `SlotBatch.size`."""
         return _LEAST_SIZE if self._is_native else SparseSize.of_all(self._sizes.values())
 
     def scratch(self, num_slots: int) -> HsaScratch:
-        """See `SlotBatch.scratch`."""
         if self._own_scratch is not None:
             return self._own_scratch
         return HsaScratch.of(self.size(), self._output[:num_slots])

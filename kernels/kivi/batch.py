@@ -74,12 +74,10 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
         self._widths: dict[int, frozenset[int]] = {}
 
     def place(self, slot: int, layers: Mapping[int, QuantisedRows]) -> None:
-        """See `SlotBatch.place`."""
         super().place(slot, layers)
         self._widths[slot] = frozenset(rows.quantised.bits for rows in layers.values())
 
     def remove(self, slot: int) -> None:
-        """See `SlotBatch.remove`."""
         super().remove(slot)
         del self._widths[slot]
 
@@ -88,7 +86,6 @@ class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
         return tuple(sorted(frozenset[int]().union(*self._widths.values())))
 
     def scratch(self, num_slots: int) -> KiviScratch:
-        """See `SlotBatch.scratch`."""
         num_heads = num_slots * self._shape.num_kv_heads
         num_programs = choose_num_programs(num_heads, self._shape.device)
         splits = split_workspace(self._output[:num_slots], num_programs)

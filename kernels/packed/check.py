@@ -149,7 +149,6 @@ class _HostRead:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
-        """Wait for the values, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.cpu()

@@ -97,7 +97,6 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         return super()._fits_native(shape) and shape.head_dim % NATIVE_CHANNELS == 0 and has_halves()
 
     def place(self, slot: int, layers: Mapping[int, PackedRows]) -> None:
-        """See `SlotBatch.place`."""
         super().place(slot, layers)
         if self._is_native and layers:
             entries = packed_entries([rows.packed for rows in layers.values()], self._codes)
@@ -106,7 +105,6 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
             self._place_work(slot, layers)
 
     def remove(self, slot: int) -> None:
-        """See `SlotBatch.remove`."""
         super().remove(slot)
         if self.has_tables:
             self._entries_of(slot).zero_()
@@ -119,7 +117,6 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         return tuple([items.number for items in self._lists])
 
     def scratch(self, num_slots: int) -> PackedScratch:
-        """See `SlotBatch.scratch`."""
         if self._is_native:
             return PackedScratch()
         # a CPU install has no Triton

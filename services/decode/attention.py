@@ -251,15 +251,12 @@ class BatchAttention:
             batch.show(active)
 
     def load(self, layer: int) -> dict[str, Tensor]:
-        """See `LayerStates.load`."""
         return stacked(self._slots.states(layer), self._num_slots)
 
     def store(self, layer: int, state: Tensors) -> None:
-        """See `LayerStates.store`."""
         unstack(state, self._slots.states(layer))
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
-        """See `DecodeAttention.__call__`."""
         slots, step = self._slots, NewTokens(queries, keys, values, scaling)
         outputs: list[Tensor] = []
         for batch, layers, scratch in self._batches:

@@ -247,7 +247,6 @@ class DecodeEngine:
         self._waiting = deque(sorted((*self._waiting, *swapped), key=_ARRIVAL))
 
     def _others(self, sequence: Sequence | None = None) -> list[Sequence]:
-        """Return the engine's other sequences in the arena."""
         return [
             other for other in (*self._waiting, *self._running) if other is not sequence and other.is_in_arena
         ]
@@ -334,7 +333,6 @@ class DecodeEngine:
         return self._batch.launch(eager_steps=EAGER_STEPS if waits else 1)
 
     def _finish_step(self) -> None:
-        """Wait for the in-flight step and handle its tokens."""
         launched, self._batch.in_flight = self._batch.in_flight, None
         if launched is not None:
             self._handle_tokens(launched)

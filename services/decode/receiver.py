@@ -157,7 +157,6 @@ class PartReceiver:
             self._expected.pop(key, None)
 
     def open(self, manifest: Manifest) -> None:
-        """See `BlockSink.open`."""
         key = manifest.key
         part = self._awaited(key)
         try:
@@ -179,11 +178,9 @@ class PartReceiver:
         self._note("began", part.key, manifest)
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
-        """See `BlockSink.begin_layer`."""
         self._run(key, CacheWriter.begin_layer, header)
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """See `BlockSink.write`."""
         self._run(header.key, CacheWriter.write, header, payload)
 
     def commit(self, end: EndRecord) -> None:
@@ -200,7 +197,6 @@ class PartReceiver:
         self._note("arrived", part.key, arrived, end.draft, end.first_token)
 
     def abort(self, key: TransferKey, reason: str) -> None:
-        """See `BlockSink.abort`."""
         if (incoming := self._incoming.pop(key, None)) is not None:
             message = f"the transfer of the prompt's KV failed: {reason}"
             self._note("failed", incoming.part.key, TransferFailed(message, reason=reason))

@@ -209,7 +209,6 @@ class ServiceProcess:
 
 
 async def _wait(process: Process) -> int:
-    """Wait for a process to end; returns its exit code."""
     loop = asyncio.get_running_loop()
     while (code := process.exitcode) is None:
         ended = asyncio.Event()

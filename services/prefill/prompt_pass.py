@@ -210,12 +210,10 @@ class PromptPass:
 
     @property
     def division(self) -> Division | None:
-        """See `DividingObserver.division`."""
         return None if self._job.transfer is None else self._job.transfer.division
 
     @contextmanager
     def compressing(self, layer: int) -> Iterator[None]:
-        """See `DividingObserver.compressing`."""
         end = self._copies.time(self._clock)
         with stage("compress", layer=layer):
             yield
@@ -362,7 +360,6 @@ class PromptPass:
         self.times.compress_s += self._clock() - begin_s
 
     def _moved(self, layer: WaitingLayer, device: torch.device) -> WaitingLayer:
-        """Return the layer with K and V on another device."""
         inputs = layer.inputs
         distinct = (inputs.keys, inputs.values)[: self._num_distinct]
         keys, values = self._rows([rows.to(device) for rows in distinct])
@@ -371,7 +368,6 @@ class PromptPass:
     # ---- a layer ----------------------------------------------------------------------------------------
 
     def _compress(self, layer: WaitingLayer) -> None:
-        """Compress a layer, and ship it."""
         assert self._job.transfer is not None, "the transfer is not open"
         number = layer.inputs.layer
         with self.compressing(number):

@@ -60,7 +60,6 @@ class Shipment:
         self._failed = threading.Event()
 
     def take(self, layer: int, part: Encoded | Exception) -> None:
-        """See `PartTaker.take`."""
         if layer < self._num_taken or self._failed.is_set():
             return
         self._num_taken = layer + 1

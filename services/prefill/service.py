@@ -243,7 +243,6 @@ class PrefillService:
         yield done
 
     async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
-        """See `PrefillControl.redirect`."""
         job = next((job for job in self._jobs if job.request.request_id == request.request_id), None)
         if job is None:
             raise TransferFailed(f"request {request.request_id!r} is not running here", reason="resend")
@@ -269,7 +268,6 @@ class PrefillService:
         return info
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
-        """See `PrefillControl.abort_turn`."""
         self._receiver.forget(request_id)
         turn = self._store.turn(request_id)
         if turn is not None:
@@ -280,13 +278,11 @@ class PrefillService:
         return await self._in_thread(lambda: self._store.info(session), timeout_s)
 
     async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
-        """See `PrefillControl.prefix_info`."""
         return HistoryInfo(
             num_tokens=self._store.num_shared(request.owner, request.block_hashes), size_bytes=0
         )
 
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
-        """See `PrefillControl.drop_session`."""
         self._engine.turns.shipped.drop(session)
         return await self._in_thread(lambda: self._store.drop(session), timeout_s)
 

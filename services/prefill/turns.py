@@ -91,7 +91,6 @@ class HistoryReceiver:
                 self.forget(request_id)
 
     def open(self, manifest: Manifest) -> None:
-        """See `BlockSink.open`."""
         with self._lock:
             expected = self._expected.get(manifest.request_id)
         if expected is None or expected.key != manifest.key:
@@ -104,7 +103,6 @@ class HistoryReceiver:
         self._incoming[manifest.key] = _Incoming(expected, manifest)
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
-        """See `BlockSink.begin_layer`."""
         incoming, spec = self._incoming[key], self._spec
         layer = spec.layer(header.layer)
         heads = spec.heads(header.layer)
@@ -128,7 +126,6 @@ class HistoryReceiver:
         )
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
-        """See `BlockSink.write`."""
         layer = self._incoming[header.key].layers[header.layer]
         target = list(layer.values())[header.tensor].view(-1).view(torch.uint8).numpy()
         target[header.offset : header.offset + payload.nbytes] = np.frombuffer(payload, np.uint8)

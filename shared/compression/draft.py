@@ -131,7 +131,7 @@ class _PromptPasses:
         return logits
 
     def ahead(self, layer: int) -> Ahead | None:
-        """See `Draft.ahead`."""
+        """See `DraftRows.ahead`."""
         return self._ahead.get(layer)
 
     def end(self) -> None:

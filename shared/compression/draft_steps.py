@@ -25,7 +25,7 @@ from kvferry.kernels.dispatch import KernelUnavailable
 from kvferry.kernels.quarantine import is_quarantined
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.draft_rows import DraftRows
-from kvferry.shared.compression.interface import Ahead, LayerInputs
+from kvferry.shared.compression.interface import LayerInputs
 from kvferry.shared.device.step_device import StepDevice, written_so_far
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.spec import TORCH_DTYPES, Heads, ModelSpec
@@ -100,26 +100,20 @@ class DraftSteps:
 
 
 class Draft:
-    """The draft of one prompt. Use `DraftSteps.begin` to make one."""
+    """The draft of one prompt. Use `DraftSteps.begin` to make one.
+
+    Attributes: states, ahead: see `DraftRows`.
+    """
 
     def __init__(self, step: _Step, rows: DraftRows) -> None:
-        self._step = step
-        self._rows = rows
-
-    @property
-    def states(self) -> Mapping[int, Tensors]:
-        """After the tokens so far, by layer, without a batch's dimension."""
-        return self._rows.states
+        self._step, self._rows = step, rows
+        self.states, self.ahead = rows.states, rows.ahead
 
     @torch.inference_mode()
     def run(self, token_id: int) -> Tensor:
         """Run the next token. Returns: float32 logits `[V]`. Raises: whatever an attention raises; the draft
         has ended then."""
         return self._step.run(self._rows, token_id)
-
-    def ahead(self, layer: int) -> Ahead | None:
-        """Return a layer's rows and queries of the tokens so far; None if there is none."""
-        return self._rows.ahead(layer)
 
     @torch.inference_mode()
     def end(self) -> None:
@@ -223,12 +217,10 @@ class _Step:
         return attended
 
     def load(self, layer: int) -> dict[str, Tensor]:
-        """See `LayerStates.load`."""
         assert self._placed is not None, "a step with states is not captured"
         return {name: tensor[None].clone() for name, tensor in self._placed.states[layer].items()}
 
     def store(self, layer: int, state: Tensors) -> None:
-        """See `LayerStates.store`."""
         assert self._placed is not None, "a step with states is not captured"
         self._placed.states[layer] = {name: tensor[0].clone() for name, tensor in state.items()}
 

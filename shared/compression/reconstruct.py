@@ -150,5 +150,4 @@ class _Passes:
         """Drop the state: each pass begins with the prompt's."""
 
     def attention(self, layer: int) -> Tensor | None:
-        """See `LayerInputs.repeated`."""
         return torch.cat(self._attention[layer], 1) if layer in self._attention else None

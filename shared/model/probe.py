@@ -53,7 +53,6 @@ class _ProbePass(AttentionPass):
         """See `LayerStates.load`; there are none before."""
 
     def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
-        """See `LayerStates.store`."""
         self.stored[layer] = state
 
     def attend(

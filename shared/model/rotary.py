@@ -109,7 +109,8 @@ def find_key_rotation(
     first = min(rotated)
     cos, _ = _cos_sin(rotary, keys[first], layer_types[first] if layer_types else None)
     layouts: tuple[Layout, ...] = get_args(Layout)
-    angles: Angles = next((layout for layout in layouts if _is_twice(cos, layout)), "once")
+    pairs = {layout: _pairs(cos, layout) for layout in layouts} if cos.shape[1] % 2 == 0 else {}
+    angles: Angles = next((layout for layout, pair in pairs.items() if torch.equal(*pair)), "once")
     width = 2 * cos.shape[1] if angles == "once" else cos.shape[1]
     if not 2 <= width <= keys[first].shape[2] - first_channel or width % 2:
         return None
@@ -138,11 +139,6 @@ def _cos_sin(rotary: nn.Module, keys: Tensor, layer_type: str | None) -> tuple[T
         return angles[0].real.float(), angles[0].imag.float()
     cos, sin = (part[0].float() for part in angles)
     return cos, sin
-
-
-def _is_twice(angles: Tensor, layout: Layout) -> bool:
-    """Return whether each pair's angle is at both its channels in this layout."""
-    return angles.shape[1] % 2 == 0 and torch.equal(*_pairs(angles, layout))
 
 
 def _pairs(channels: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -267,16 +267,12 @@ async def start_service(
         )
     if calibrate is not None:
         reason = "its model is calibrated, which takes minutes"
-        await _calibrate(calibrate, model)
+        given_up = threading.Event()
+        try:
+            await asyncio.to_thread(calibrate, model, given_up.is_set)
+        finally:
+            given_up.set()
         install_tables(settings.epsilon_tables, calibration=settings.calibration)
     reason = "its engine warms up, does not answer, or is to end"
     await service.start()
     return service, server.address
-
-
-async def _calibrate(calibrate: Calibrate, model: LanguageModel) -> None:
-    given_up = threading.Event()
-    try:
-        await asyncio.to_thread(calibrate, model, given_up.is_set)
-    finally:
-        given_up.set()

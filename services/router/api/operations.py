@@ -11,7 +11,7 @@ import asyncio
 import json
 import ssl
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +22,6 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from starlette.responses import JSONResponse, Response
 
 from kvferry.models import DEMO_EXAMPLE
@@ -183,7 +182,8 @@ async def _worker_families(addresses: Sequence[str], tls: ssl.SSLContext | None)
     for address, families in parsed:
         for family in families:
             into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            into.samples += _labelled(family.samples, address if holders[family.name] > 1 else "")
+            label = {"instance": address} if holders[family.name] > 1 else {}
+            into.samples += [each._replace(labels={**each.labels, **label}) for each in family.samples]
     return list(merged.values())
 
 
@@ -195,12 +195,6 @@ async def _fetch(client: httpx.AsyncClient, base: str) -> str:
         structlog.get_logger(__name__).warning("worker metrics unavailable", address=base, error=str(error))
         return ""
     return response.text
-
-
-def _labelled(samples: Iterable[Sample], instance: str) -> list[Sample]:
-    if not instance:
-        return list(samples)
-    return [sample._replace(labels={**sample.labels, "instance": instance}) for sample in samples]
 
 
 class _Fixed(Collector):

@@ -218,7 +218,6 @@ class ResponsesAnswer(CompletionResponse):
             yield self._event("output_item.done", output_index=part.index, item=item)
 
     def _text_step(self, step: PartStep, where: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a message or of thoughts."""
         part = step.part
         is_text = part.kind == "text"
         name = "output_text" if is_text else "reasoning_text"

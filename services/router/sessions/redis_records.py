@@ -299,8 +299,6 @@ class RedisRecords:
         return answer
 
     async def _fields(self, keys: Sequence[SessionKey], field: str) -> list[bytes | None]:
-        """Return one field of many sessions."""
-
         async def read(client: Any) -> list[bytes | None]:
             pipeline = client.pipeline(transaction=False)
             for key in keys:

@@ -229,7 +229,6 @@ class RedisSessionStore(SessionStore):
         return False
 
     def note_unstored(self, lease: RedisLease) -> None:
-        """See `SessionLease.note_unstored`."""
         self._on_event("not_stored")
         self._unstored[lease.key] = (
             _Unstored("", ())

@@ -119,7 +119,7 @@ def write_parts(record: SessionRecord, before: SessionRecord | None) -> WrittenR
     known = before.parts if before is not None else ()
     shared = _shared(record, before) if before is not None and known else _START.ends
     parts = list(known)
-    while parts and not _is_within(parts[-1].ends, shared):
+    while parts and any(end > most for end, most in zip(parts[-1].ends, shared, strict=True)):
         parts.pop()
     num_kept, encoded = len(parts), []
     # What both have is a part of its own, so that it stays if the next turn changes what comes after it.
@@ -208,10 +208,6 @@ def _lengths(record: SessionRecord | _Growing) -> tuple[int, ...]:
 def _shared(record: SessionRecord, before: SessionRecord) -> tuple[int, ...]:
     """Return how much of each growing field is the same in the record as before."""
     return tuple(common_prefix(getattr(before, name), getattr(record, name)) for name in _NAMES)
-
-
-def _is_within(ends: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return all(end <= other for end, other in zip(ends, others, strict=True))
 
 
 def _joined(values: Sequence[Any]) -> Any:

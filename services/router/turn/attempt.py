@@ -378,7 +378,6 @@ class Attempt:
             await until(self._news, *tasks, patience_s=_ACCEPT_TIMEOUT_S)
 
     async def _drawn_before(self, index: int) -> AsyncGenerator[SampledToken, None]:
-        """Yield prefill's tokens below an index."""
         assert self._shipping is not None, "decode has the prompt"
         while self._due_index is None or self._due_index < index:
             while self._drawn:

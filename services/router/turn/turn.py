@@ -247,7 +247,8 @@ class Turn:
         """Have the next attempt avoid the worker that failed; raise `error` if a replay would not help."""
         stats, runner, role = self.stats, self._runner, attempt.failed_role
         fingerprint = self.request.model.fingerprint
-        refused = _is_refusal(error) and not stats.token_ids
+        has_no_room = isinstance(error, Overloaded | CapacityExceeded)
+        refused = has_no_room and not isinstance(error, WorkerUnavailable) and not stats.token_ids
         drains = error.reason == REASON and not stats.token_ids
         if role is not None and (refused or drains):
             # The worker lacks room, will end soon, or does not understand the request: not a recovery.
@@ -317,8 +318,3 @@ def _resumed(request: TurnRequest, delivered: tuple[int, ...], first: FirstToken
             request = replace(request, max_reused_tokens=reused)
     changes: dict[str, Any] = {"session": session, "prompt_logprobs": None, "siblings": ()}
     return replace(request, prompt_token_ids=prompt, sampling=sampling, **changes)
-
-
-def _is_refusal(error: KvferryError) -> bool:
-    """Return whether a working worker has no room now, or is of another release; the client may retry."""
-    return isinstance(error, Overloaded | CapacityExceeded) and not isinstance(error, WorkerUnavailable)

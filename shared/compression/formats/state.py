@@ -78,7 +78,6 @@ class StateLayer(LayerCache):
         raise NotImplementedError("a layer with a state does not attend")
 
     def returned(self, num_appended: int) -> Tensors:
-        """See `LayerCache.returned`."""
         return {name: on_host(tensor) for name, tensor in self.regions.items()}
 
 
