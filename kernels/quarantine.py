@@ -9,7 +9,7 @@ operator is quarantined once, with the first reason. Written by any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -78,6 +78,11 @@ def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
 def is_quarantined(op: str) -> bool:
     """Return whether an operator is quarantined."""
     return op in state.by_op
+
+
+def uses_quarantined(calls: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a kernel among these calls, operators and their paths, may not be used any more."""
+    return any(path != "torch" and op in state.by_op for op, path in calls)
 
 
 def quarantined() -> dict[str, Quarantined]:

@@ -137,7 +137,9 @@ class StepRunner:
         with self._device.scope():
             if self._device.captures and self._num_quarantined != len(quarantined()):
                 self._num_quarantined = len(quarantined())
-                self._step = None  # graphs with those kernels are not replayed
+                self._step = None  # attention may have another signature
+                for step in self._steps.values():
+                    step.forget_quarantined()
             if self._step is None:
                 self._step = self._find_step(self._slots)
             step, begin_s = self._step, time.monotonic()

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvferry.kernels import dispatch
 from kvferry.kernels.decode_batch import in_buckets
 from kvferry.kernels.dispatch import KernelUnavailable
+from kvferry.kernels.quarantine import uses_quarantined
 from kvferry.services.decode.attention import BatchAttention, SlotAttention
 from kvferry.shared.compression.formats.interface import LayerCache
 from kvferry.shared.device.step_device import StepDevice
@@ -190,6 +191,12 @@ class DecodeStep:
         unbatched = self._slots.attention.unbatched_names
         return StepPath(name="eager", reason=",".join(unbatched) or self._eager_reason)
 
+    def forget_quarantined(self) -> None:
+        """Forget the step's graph if it has a kernel that has been quarantined since."""
+        if uses_quarantined(self._calls):
+            self._replay = None
+            self._calls = {}
+
     def prepare_on(self, device: StepDevice, *, eager_steps: int, warn: Callable[[str], None]) -> bool:
         """Capture the step, before a launch, if that makes it faster and it has run eagerly often enough.
 
@@ -245,7 +252,7 @@ class DecodeStep:
     def _run_recorded(self) -> None:
         with dispatch.recording() as calls:
             self.run()
-        if not self.attention.is_launched:
+        if uses_quarantined(calls):
             raise KernelUnavailable("a kernel was quarantined while the step was captured")
         self._calls = dict(calls)
 

@@ -22,7 +22,7 @@ from kvferry.kernels.decode_batch import BatchShape, Errors, NewToken, NewTokens
 from kvferry.kernels.dense_decode import dense_decode
 from kvferry.kernels.dense_decode.batch import DenseBatch, WindowBatch
 from kvferry.kernels.dispatch import KernelUnavailable
-from kvferry.kernels.quarantine import is_quarantined
+from kvferry.kernels.quarantine import uses_quarantined
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.draft_rows import DraftRows
 from kvferry.shared.compression.interface import LayerInputs
@@ -164,7 +164,7 @@ class _Step:
     @property
     def replays(self) -> bool:
         """True if there is a captured step, all of whose kernels may still be used."""
-        return self.replay is not None and not _has_quarantined(self._calls)
+        return self.replay is not None and not uses_quarantined(self._calls)
 
     def run(self, rows: DraftRows, token_id: int) -> Tensor:
         """Run a draft's next token. Returns: float32 logits `[V]`. Raises: as `Draft.run`."""
@@ -186,7 +186,7 @@ class _Step:
         """Run the step for a capture. Raises: KernelUnavailable: one of its kernels is quarantined."""
         with dispatch.recording() as calls:
             self._run()
-        if _has_quarantined(calls):
+        if uses_quarantined(calls):
             raise KernelUnavailable("a kernel was quarantined while a draft's step was captured")
         self._calls = dict(calls)
 
@@ -274,8 +274,3 @@ def _query_shape(spec: ModelSpec, layer: int) -> tuple[int, int, int]:
     """Return the shape of a token's queries in one layer: (H_kv, G, D)."""
     heads = spec.heads(layer)
     return heads.num_kv_heads, heads.group_size, heads.head_dim
-
-
-def _has_quarantined(calls: Mapping[tuple[str, dispatch.KernelPath], int]) -> bool:
-    """Return whether a kernel among these calls may not be used any more."""
-    return any(path != "torch" and is_quarantined(op) for op, path in calls)

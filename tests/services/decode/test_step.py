@@ -18,7 +18,7 @@ from kvtest.decode import oracle_ids
 from kvtest.steps import CountingDevice, ReplayingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvferry.kernels import dispatch
+from kvferry.kernels import dispatch, quarantine
 from kvferry.services.decode import engine, slots
 from kvferry.services.decode.attention import BatchAttention
 from kvferry.services.decode.slots import StepRunner
@@ -311,6 +311,33 @@ def test_a_capture_after_eager_steps_is_told_that_it_needs_no_warm_up(small_mode
     runner.join(given)
     runner.launch().wait(60)
     assert (device.num_warm, device.num_captures) == (1, 2)
+
+
+@torch.inference_mode()
+def test_a_graph_whose_kernel_is_quarantined_is_not_replayed(interpreter, small_model, request_of):
+    """Not only attention's: every op that was launched in the capture."""
+    device = CountingDevice()
+    runner, given = runner_of_dense(small_model(), request_of, device)
+    runner.join(given)
+    tokens = [next(iter(runner.launch().drawn().values()))[0] for _ in range(2)]
+    step = runner._step
+    ops = {op for op, path in step._calls if path != "torch"}
+    assert {"dense_decode", "decoder_ops"} <= ops
+    expected_runner, _ = runner_of_dense(small_model(), request_of, CountingDevice())
+    expected_runner.join(given)
+    expected = [next(iter(expected_runner.launch().drawn().values()))[0] for _ in range(4)]
+    try:
+        quarantine.quarantine("sampling", "nan")  # of none of its kernels
+        tokens.append(next(iter(runner.launch().drawn().values()))[0])
+        assert (device.num_captures, runner._step) == (1, step)
+        quarantine.quarantine("decoder_ops", "nan")
+        with dispatch.recording() as calls:
+            tokens.append(next(iter(runner.launch().drawn().values()))[0])
+    finally:
+        quarantine.state.by_op = {}
+    assert device.num_captures == 2
+    assert {path for op, path in calls if op == "decoder_ops"} == {"torch"}
+    assert tokens == expected
 
 
 @torch.inference_mode()
