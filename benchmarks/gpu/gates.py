@@ -42,6 +42,8 @@ class Gate:
 _WIDE: Mapping[int, int] = {}
 _SHORT_ROWS = {96: 64}
 """A row of V at 2 bits has 24 bytes, so every other one begins between two pieces of 16."""
+_EIGHT_WARPS = {256: 64}
+"""A tile of 64 channels has 1024 words of 16 bits for 256 threads; with 128 channels more is spilled."""
 _NARROW_TILES = {64: 64, 96: 64}
 """And of 64 channels, a tile of 64 rows has 1024 bytes, 64 bits for each thread."""
 _TWO_GROUPS = {64: 64}
@@ -93,7 +95,7 @@ GATES = {
         registers=128,
         stack_bytes=_FOUR_PROGRAMS_SPILL,
         streams={
-            "tl.load(words_ptr + word * 16 + lane": _WIDE,
+            "tl.load(words_ptr + word * 16 + lane": _EIGHT_WARPS,
             "tl.load(words_ptr + row, ": _NARROW_TILES,
             "tl.load(key_ptr + key_offset + at": _WIDE,
             "tl.load(value_ptr + value_offset + at": _WIDE,

@@ -170,39 +170,12 @@ def packed_item(
         half = p.to(tl.float16)
         if kind == 0:
             acc = _add_value_products(acc, half, words, scale, minimum, BLOCK_D, 2, ASM)
-        elif kind == 1:
-            acc = _add_value_products(
-                acc,
-                half,
-                _value_words(value_words, token, ok, D, BLOCK_D, 4),
-                scale,
-                minimum,
-                BLOCK_D,
-                4,
-                ASM,
-            )
-        elif kind == 2:
-            acc = _add_value_products(
-                acc,
-                half,
-                _value_words(value_words, token, ok, D, BLOCK_D, 8),
-                scale,
-                minimum,
-                BLOCK_D,
-                8,
-                ASM,
-            )
-        else:
-            acc = _add_value_products(
-                acc,
-                half,
-                _value_words(value_words, token, ok, D, BLOCK_D, 16),
-                scale,
-                minimum,
-                BLOCK_D,
-                16,
-                ASM,
-            )
+        for wider in tl.static_range(1, 4):
+            if kind == wider:
+                acc = _add_value_products(
+                    acc, half, _value_words(value_words, token, ok, D, BLOCK_D, 2 << wider), scale, minimum,
+                    BLOCK_D, 2 << wider, ASM,
+                )  # fmt: skip
     total = tl.sum(totals, 0)
     # all words' first codes, then their second ones; a byte has channels i, i + stride, ..., a word the
     # bytes 2 j and 2 j + 1
