@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __F16C__
+#if defined __F16C__ || defined __FMA__
 #include <immintrin.h>
 #endif
 
@@ -55,6 +55,18 @@ INLINE lanes load_halves(const uint16_t *from) {
 }
 
 INLINE void store(float *to, lanes its) { memcpy(to, &its, sizeof its); }
+
+/* a * b + c, rounded once wherever the machine can: some compilers' tuning for some processors fuses the two in one
+ * loop and not in another, and a number must not depend on the loop that makes it. */
+INLINE wide multiplied_added(wide a, wide b, wide c) {
+#ifdef __AVX512F__
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE float sum(lanes its) {
     half_lanes low, high;

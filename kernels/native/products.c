@@ -88,7 +88,7 @@ INLINE void tile(const int kind, const int R, const int B, const product *its, i
         for (int r = 0; r < R; r++) {
             const wide weights = wide_weights(kind, its->weight, (row + r * apart) * columns + k);
             __builtin_prefetch((const char *)its->weight + ((row + r * apart) * columns + k) * size_of(kind) + AHEAD);
-            for (int b = 0; b < B; b++) own[r][b] += weights * tokens[b];
+            for (int b = 0; b < B; b++) own[r][b] = multiplied_added(weights, tokens[b], own[r][b]);
         }
     }
     for (int r = 0; r < R; r++)
