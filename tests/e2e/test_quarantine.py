@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,12 @@ from kvferry.tools.oracle import OneProcessGenerator
 
 PROMPT = list(range(20, 84))
 MAX_TOKENS, BUDGET = 4, 24
+EXPECTED = {
+    ("decode", "hsa", "wrong_result"),
+    ("decode", "dense_decode", "out_of_resources"),
+    ("prefill", "dense_decode", "out_of_resources"),  # for its drafts, in the process that both are in
+    ("prefill", "window_scores", "exception"),
+}
 METHODS: dict[str, dict[str, Any]] = {"full": {}, "rocketkv": {"token_budget": BUDGET}}
 
 
@@ -73,8 +78,19 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     quarantine.state.by_op = {}
 
 
+def quarantines(kernels: dict[str, Any]) -> set[tuple[str, str, str]]:
+    """Role, kernel and fault of each quarantine in `/version`."""
+    return {
+        (role, op, text.removeprefix("torch (quarantined: ").removesuffix(")"))
+        for role, ops in kernels.items()
+        for op, paths in ops.items()
+        for text in paths
+        if "quarantined" in text
+    }
+
+
 async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:
-    """Answers by method, and `/version`'s kernels once they name three quarantines."""
+    """Answers by method, and `/version`'s kernels once they name the quarantines."""
     stack = InProcessStack(
         ServeConfig(listen="127.0.0.1:0", arena_bytes=1 << 22, kernels="triton", warm_up=False)
     )
@@ -83,12 +99,12 @@ async def serve_and_ask() -> tuple[dict[str, str], dict[str, Any]]:
         address = f"http://{stack.addresses['address']}"
         async with httpx.AsyncClient(base_url=address, timeout=120) as client:
             answers = {method: await answer(client, method) for method in METHODS}
-            deadline_s = time.monotonic() + 120
-            while True:  # the router asks its workers now and then
-                kernels = (await client.get("/version")).json()["kernels"]
-                if str(kernels).count("quarantined") == 3 or time.monotonic() > deadline_s:
-                    return answers, kernels
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(120):
+                while True:  # the router asks its workers now and then
+                    kernels = (await client.get("/version")).json()["kernels"]
+                    if quarantines(kernels) == EXPECTED:
+                        return answers, kernels
+                    await asyncio.sleep(0.05)
     finally:
         await stack.close()
 
@@ -100,7 +116,4 @@ def test_answers_are_the_oracle_s_and_the_version_names_each_quarantine(
     expected = oracle(demo_model_dir)
     answers, kernels = asyncio.run(serve_and_ask())
     assert answers == expected
-    assert kernels["decode"]["hsa"] == ["torch (quarantined: wrong_result)"]
-    assert kernels["decode"]["dense_decode"] == ["torch (quarantined: out_of_resources)"]
-    assert kernels["prefill"]["window_scores"] == ["torch (quarantined: exception)"]
     assert kernels["decode"]["trizone"] == ["interpreter"]
