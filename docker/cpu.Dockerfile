@@ -8,7 +8,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt docker/requirements.py ./
 RUN python -m venv /opt/kvferry \
     && python requirements.py > requirements.txt \
-    && /opt/kvferry/bin/pip install --quiet -c constraints.txt \
+    && /opt/kvferry/bin/pip install --quiet --no-compile -c constraints.txt \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements.txt
 COPY README.md LICENSE ./
 COPY baselines baselines
@@ -19,8 +19,11 @@ COPY services services
 COPY shared shared
 COPY src src
 COPY tools tools
-RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
-    && /opt/kvferry/bin/pip uninstall --quiet --yes pip
+# Bytecode is made of what the services import: thousands of modules, such as transformers' models, are left out.
+RUN /opt/kvferry/bin/pip install --quiet --no-compile --no-deps --no-build-isolation . \
+    && /opt/kvferry/bin/pip uninstall --quiet --yes pip \
+    && /opt/kvferry/bin/python -c "import importlib; from kvferry.services.launcher.process import SHARED_IMPORTS; \
+        [importlib.import_module(name) for name in SHARED_IMPORTS]"
 
 FROM python:3.11.13-slim-bookworm
 LABEL org.opencontainers.image.title="kvferry" \

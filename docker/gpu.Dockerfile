@@ -20,7 +20,7 @@ COPY pyproject.toml constraints.txt constraints-gpu.txt docker/requirements.py .
 RUN python3 -m venv /opt/kvferry \
     && python3 requirements.py gpu > requirements.txt \
     && grep -v -E '^(torch|triton)==' constraints.txt > constraints-others.txt \
-    && /opt/kvferry/bin/pip install --quiet -c constraints-gpu.txt -c constraints-others.txt -r requirements.txt
+    && /opt/kvferry/bin/pip install --quiet --no-compile -c constraints-gpu.txt -c constraints-others.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY baselines baselines
 COPY kernels kernels
@@ -30,8 +30,11 @@ COPY services services
 COPY shared shared
 COPY src src
 COPY tools tools
-RUN /opt/kvferry/bin/pip install --quiet --no-deps --no-build-isolation . \
-    && /opt/kvferry/bin/pip uninstall --quiet --yes pip
+# Bytecode is made of what the services import: thousands of modules, such as transformers' models, are left out.
+RUN /opt/kvferry/bin/pip install --quiet --no-compile --no-deps --no-build-isolation . \
+    && /opt/kvferry/bin/pip uninstall --quiet --yes pip \
+    && /opt/kvferry/bin/python -c "import importlib; from kvferry.services.launcher.process import SHARED_IMPORTS; \
+        [importlib.import_module(name) for name in SHARED_IMPORTS]"
 # Kernels are compiled here, which needs no GPU, so that a first start need not. Any model has those of its heads'
 # shape; what is missing is compiled when a worker starts.
 ARG KERNEL_SHAPES=all
