@@ -247,6 +247,7 @@ def test_every_kernel_fits_the_other_architectures() -> None:
         assert found == kernels, (arch, name)
 
 
+@pytest.mark.full
 def test_constants_and_launch_options_are_replaced_for_a_measurement(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     changes = ("trizone.work_list:MIN_ITEM_BYTES=512", "trizone.triton_kernel:_trizone_kernel.num_stages=1")

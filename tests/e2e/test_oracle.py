@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from kvtest.lanes import some
 from transformers import AutoModelForCausalLM
 
 from kvferry.shared.compression.plan import Budget
@@ -113,7 +114,14 @@ def test_full_equals_transformers_generate(
 
 @pytest.mark.parametrize(
     "method",
-    [*("rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft"), "kvzip-rdkv", "keydiff"],
+    some(
+        [
+            *("rocketkv", "compactor-kivi", "compactor-rdkv", "rdkv-union", "rdkv-draft"),
+            "kvzip-rdkv",
+            "keydiff",
+        ],
+        *("rocketkv", "compactor-kivi", "rdkv-draft", "kvzip-rdkv"),
+    ),
 )
 def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
     stack: Any, prompts: list[list[int]], tokenizer: ChatTokenizer, demo_model_dir: Path, method: str
@@ -122,10 +130,10 @@ def test_answers_whose_tokens_are_compacted_equal_their_one_process_selves(
     parameters = {"rebudget_tokens": 16}
     plan = plan_for(method, budget=Budget(tokens=24), overrides=dict(parameters))
     compression = {"method": method, "token_budget": 24, "parameters": parameters}
-    sampling = SamplingParams(max_tokens=72, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 
     def answer(ids: list[int]) -> list[str]:
-        fields = {"max_tokens": 72, "ignore_eos": True, "kv_compression": compression}
+        fields = {"max_tokens": 48, "ignore_eos": True, "kv_compression": compression}
         return complete(stack.base_url, ids, stream=False, **fields)
 
     with ThreadPoolExecutor(4) as pool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvtest.answers import assistant, chat, chat_body, said, user
+from kvtest.lanes import some
 from kvtest.methods import PRESETS
 
 from kvferry.shared.compression.plan import Budget
@@ -58,7 +59,14 @@ def test_turn_two_runs_only_its_new_tokens_whichever_way_the_client_continues(
         assert tokens_run < 40
 
 
-@pytest.mark.parametrize("method", PRESETS)
+@pytest.mark.parametrize(
+    "method",
+    some(
+        PRESETS,
+        *("full", "snapkv", "rocketkv", "d2o", "adakv", "streamingllm", "compactor-rdkv", "rdkv-hsa"),
+        *("rdkv-draft", "rocketkv-kivi", "kvzip"),
+    ),
+)
 def test_every_turn_equals_the_one_process_conversation(
     method: str, stack: Any, make_document: Callable[..., Any], tokenizer: ChatTokenizer, demo_model_dir: Any
 ) -> None:

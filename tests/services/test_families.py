@@ -19,7 +19,7 @@ from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.control.messages import SessionKey
 from kvferry.tools.oracle import OneProcessGenerator, OracleSession
 
-NUM_NEW = 64
+NUM_NEW, FEW = 32, 8
 FULL = plan_for("full")
 _TIE, _TIES = 1e-4, {"zamba2": 0.2}
 """Between two logits, where a prompt continues from states, which are computed in another order than afresh.
@@ -69,18 +69,18 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
     ends = [[*first, *ended.tokens]]
     for seed in (5, 6):
         prompt = [*ends[-1], *prompt_of(9, seed=seed)]
-        ended = await turn(prompt, NUM_NEW // 4)
+        ended = await turn(prompt, FEW)
         assert reference.answers(prompt, ended.tokens, tie=tie)
         assert ended.reused == len(ends[-1]) - 1
         ends.append([*prompt, *ended.tokens])
     # another third turn; a state is that of the turn's end, before its last token
     branch = [*ends[1], *prompt_of(5, seed=7)]
-    ended = await turn(branch, NUM_NEW // 4)
+    ended = await turn(branch, FEW)
     assert reference.answers(branch, ended.tokens, tie=tie)
     assert ended.reused == len(ends[1]) - has_states
     # another second turn, from the middle of the first answer; with states from the end of the first prompt
     branch = [*ends[0][: len(first) + NUM_NEW // 2], *prompt_of(5, seed=8)]
-    ended = await turn(branch, NUM_NEW // 8)
+    ended = await turn(branch, FEW)
     assert reference.answers(branch, ended.tokens, tie=tie)
     assert ended.reused == len(first) + (0 if has_states else NUM_NEW // 2)
 
@@ -90,7 +90,7 @@ async def test_full_equals_generate_beyond_two_windows_alone_in_a_batch_and_over
 )
 async def test_every_method_that_applies_equals_its_oracle(pair: Pair, folder: Path) -> None:
     generator, prompt = OneProcessGenerator(pair.model), prompt_of(4 * WINDOW, seed=1)
-    methods, sampling = applicable_methods(pair.model.spec.layers), greedy(NUM_NEW // 8)
+    methods, sampling = applicable_methods(pair.model.spec.layers), greedy(FEW)
 
     async def run(method: str) -> list[int]:
         session = SessionKey(owner="o", session_id=method)
@@ -114,11 +114,11 @@ async def test_sessions_of_lossy_methods_equal_their_oracles_beside_windows_sink
 
     async def two_turns(method: str) -> None:
         session, oracle = SessionKey(owner=method, session_id="s"), OracleSession()
-        prompt, sampling = first, greedy(NUM_NEW // 8)
+        prompt, sampling = first, greedy(FEW)
         for seed in (2, 3):
             plan = plan_of(method)
             done = await pair.checked_turn(prompt, plan, oracle, session=session, sampling=sampling)
-            assert done.reused == (0 if prompt is first else len(first) + NUM_NEW // 8 - 1), method
+            assert done.reused == (0 if prompt is first else len(first) + FEW - 1), method
             prompt = [*prompt, *done.tokens, *prompt_of(9, seed=seed)]
 
     for method in applicable_methods(pair.model.spec.layers):

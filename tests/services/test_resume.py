@@ -146,9 +146,12 @@ async def pair(
 @pytest.mark.parametrize(
     ("pair", "method"),
     [
-        *((("tcp", CREDIT_BYTES), method) for method in ("full", "rocketkv", "rdkv")),
-        (("tcp", DEFAULT_CREDIT_BYTES), "full"),
-        pytest.param(("shm", CREDIT_BYTES), "rocketkv", marks=kit.needs_shared_memory),
+        *(
+            pytest.param(("tcp", credit_bytes), "full", marks=pytest.mark.full)
+            for credit_bytes in (CREDIT_BYTES, DEFAULT_CREDIT_BYTES)
+        ),
+        *((("tcp", CREDIT_BYTES), method) for method in ("rocketkv", "rdkv")),
+        pytest.param(("shm", CREDIT_BYTES), "rocketkv", marks=[kit.needs_shared_memory, pytest.mark.full]),
         pytest.param(("shm", DEFAULT_CREDIT_BYTES), "full", marks=kit.needs_shared_memory),
     ],
     indirect=["pair"],

@@ -25,7 +25,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_the_oracle_
     harness, request_of, small_model, tokens_by_which_memory_grows, arena_bytes, store_history
 ):
     requests = [
-        request_of(request_id=str(i), store_history=store_history, **case | {"max_tokens": 45 + i % 5})
+        request_of(request_id=str(i), store_history=store_history, **case | {"max_tokens": 30 + i % 5})
         for i, case in enumerate(MIXED)
     ]
     made = await harness(arena_bytes=arena_bytes, admission_wait_s=60, max_batch_size=12)

@@ -62,7 +62,7 @@ async def test_answers_of_every_method_that_outgrow_their_memory_are_those_of_on
     monkeypatch.setattr(memory, "GROWTH_TOKENS", 3)
     cases = GREEDY if is_whole(pytestconfig) else GREEDY[::2]
     requests = [
-        request_for(one, i, **case | {"max_tokens": 45 + i % 5, "store_history": i % 2 == 0})
+        request_for(one, i, **case | {"max_tokens": 30 + i % 5, "store_history": i % 2 == 0})
         for i, case in enumerate(cases)
     ]
     async with started(one, one) as made:

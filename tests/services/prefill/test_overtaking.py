@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from kvtest.lanes import some
 from kvtest.prefill import key_of, make_prompt
 from kvtest.waiting import eventually
 from torch import Tensor
@@ -80,7 +81,23 @@ def assert_is_the_oracles(harness: Harness, request: PrefillRequest) -> None:
     assert (*end.draft, end.first_token.token_id)[0] == int(captured.logits.argmax())
 
 
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize(
+    "method",
+    some(
+        method_names(),
+        *(
+            "full",
+            "rocketkv",
+            "d2o",
+            "adakv",
+            "compactor",
+            "rdkv",
+            "rdkv-draft",
+            "rocketkv-kivi",
+            "kvzip-rdkv",
+        ),
+    ),
+)
 async def test_a_short_prompt_overtakes_a_long_one_and_both_are_the_oracles(
     harness: Harness, method: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kvtest.families import FAMILIES, WINDOW
+from kvtest.lanes import some
 from kvtest.steps import interpreter as interpreter  # a fixture
 from kvtest.transformers_model import prompt_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,8 +199,7 @@ def test_a_replay_reads_nothing_of_a_former_prompt(model: TransformersModel, dev
     assert_same(draft(model, captured, 3, steps), draft(model, captured, 3))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text"])
-@pytest.mark.covering(1)
+@pytest.mark.parametrize("family", some(["gemma2", "gpt_oss", "llama4_text"], "gpt_oss"))
 def test_layers_with_windows_are_captured(family: str, tmp_path: Path, device: TapeDevice) -> None:
     model = load_model(FAMILIES[family].save(tmp_path), device="cpu")
     steps = DraftSteps(model, device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtest.lanes import some
 
 SCRIPT = Path(__file__).with_name("first_access.py")
 OPS = {
@@ -35,10 +36,11 @@ def compiled(architecture: str, *ops: str, cache: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_dependent_kernel_waits_first_and_no_other_waits(tmp_path: Path) -> None:
-    rows = compiled("sm_90", *OPS, cache=tmp_path)
+@pytest.mark.parametrize("op", some(OPS, "hsa"))
+def test_a_dependent_kernel_waits_first_and_no_other_waits(op: str, tmp_path: Path) -> None:
+    rows = compiled("sm_90", op, cache=tmp_path)
     dependent = [row for row in rows if row["launch_pdl"]]
-    assert {row["kernel"] for row in dependent} >= set().union(*OPS.values())
+    assert {row["kernel"] for row in dependent} >= OPS[op]
     for row in dependent:
         wait, allow, access = row["first"]
         assert (wait, allow) == ("griddepcontrol.wait", "griddepcontrol.launch_dependents"), row
@@ -48,6 +50,7 @@ def test_a_dependent_kernel_waits_first_and_no_other_waits(tmp_path: Path) -> No
         assert row["launch_pdl"] or row["waits"] == 0, row
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_older_gpu_has_none(tmp_path: Path) -> None:
     rows = compiled("sm_89", "decoder_ops", cache=tmp_path)
