@@ -36,12 +36,7 @@ from kvferry.kernels.descriptors import (
 )
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.hsa import MAX_PAGES, update_page_extremes
-from kvferry.kernels.hsa.torch_path import (
-    CacheViews,
-    RankedQueries,
-    attend,
-    rank_channels,
-)
+from kvferry.kernels.hsa.torch_path import CacheViews, RankedQueries, attend, rank_channels
 from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6

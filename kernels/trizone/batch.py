@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import (
-    BatchShape,
-    CachedRows,
-    NewToken,
-    NewTokens,
-    SlotBatch,
-    in_buckets,
-)
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, programs_at_once
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.native.library import has_halves

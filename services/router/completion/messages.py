@@ -9,12 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, field_validat
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion import refused_fields
-from kvferry.services.router.completion.engine_fields import (
-    AgentHint,
-    CacheControl,
-    ChatFields,
-    EngineFields,
-)
+from kvferry.services.router.completion.engine_fields import AgentHint, CacheControl, ChatFields, EngineFields
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     Content,

@@ -18,11 +18,7 @@ import xxhash
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool, fits
 from kvferry.shared.control.calls import DecodeControl, PrefillControl
-from kvferry.shared.control.messages import (
-    CommitTurnRequest,
-    PrefixRequest,
-    SessionKey,
-)
+from kvferry.shared.control.messages import CommitTurnRequest, PrefixRequest, SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.history.records import block_hashes
 from kvferry.shared.model.spec import ModelSpec

@@ -28,10 +28,7 @@ from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats.rules import FormatRules
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec, gather_rows
-from kvferry.shared.compression.plan import (
-    CompressionPlan,
-    LayerPlan,
-)
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.compacting import Segments

@@ -19,12 +19,7 @@ from kvferry.kernels.packed.layout import Bound, HeadCounts, PackedLayout, packe
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention import make_attention, size_attention
-from kvferry.shared.compression.formats.interface import (
-    InvalidTensors,
-    Specs,
-    Tensors,
-    select_rows,
-)
+from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors, select_rows
 from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan
