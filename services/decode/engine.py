@@ -142,8 +142,6 @@ class DecodeEngine:
         # the heartbeat is told a few times a second also while there is no work
         return self.heartbeat.is_wedged(self._thread, may_rest=self._warm_up is not None)
 
-    # ---- the engine's thread -----------------------------------------------------------------------------
-
     @torch.inference_mode()
     def _run(self) -> None:
         if self._config.threads and self._config.tensor_parallel == 1:

@@ -390,8 +390,6 @@ class RankedTransfer(PromptTransfer):
     def resent_bytes(self) -> int:
         return super().resent_bytes + self._resent_bytes
 
-    # ---- what the other ranks say ------------------------------------------------------------------------
-
     def sent(self, rank: int, layer: int, rows: ShippedRows | None) -> None:
         """Note that a rank's sender has a layer. Args: rows: of all layers, with the last of them."""
         with self._condition:

@@ -101,8 +101,6 @@ class DiskHistory:
     def close(self) -> None:
         """Do nothing: no file is open between calls."""
 
-    # ---- reading -----------------------------------------------------------------------------------------
-
     def record(self, session: SessionKey) -> TierRecord | None:
         path = self._session_folder(session) / "record"
         try:
@@ -145,8 +143,6 @@ class DiskHistory:
                 return _read_tensors(file, names)
         except FileNotFoundError:
             return [None] * len(names)
-
-    # ---- writing -----------------------------------------------------------------------------------------
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         header = _header(

@@ -146,8 +146,6 @@ class PlanChooser:
         return plan_for(method, budget=budget, overrides=wanted.parameters)
 
 
-# ---- what it cost ----------------------------------------------------------------------------------------
-
 _T = TypeVar("_T")
 Each: TypeAlias = _T | list[_T | None]
 """A value of all prompts, or those of each."""

@@ -34,8 +34,6 @@ from kvferry.services.router.http.large_work import SMALL_BYTES, BodyWork
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
 from kvferry.shared.process.serving import parse_address
 
-# ---- routes ----------------------------------------------------------------------------------------------
-
 
 class Authenticator:
     """Checks `Authorization: Bearer KEY`, or `X-API-Key: KEY` where there is none. A caller is known to the
@@ -299,9 +297,6 @@ _VALUES = re.compile(
     re.DOTALL,
 )
 """Texts, which may lack their end; runs of integers; where a value begins."""
-
-# ---- fields ----------------------------------------------------------------------------------------------
-
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -205,9 +205,6 @@ def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
     return SessionKey(owner=owner, session_id=session_id)
 
 
-# ---- files -----------------------------------------------------------------------------------------------
-
-
 class FileMessage(StrictModel):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str
