@@ -189,7 +189,6 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
 
 
 def compiles(device: torch.device) -> bool:
-    """Return whether Triton compiles kernels for a device."""
     return device.type == "cuda" and _state.mode != "torch" and triton_installed() and not interpreting()
 
 

@@ -76,7 +76,6 @@ def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
 
 
 def is_quarantined(op: str) -> bool:
-    """Return whether an operator is quarantined."""
     return op in state.by_op
 
 

@@ -40,7 +40,6 @@ class RankedQueries:
     below: Tensor
 
     def heads(self, start: int, stop: int) -> RankedQueries:
-        """Return the queries of KV heads `start` to `stop`."""
         return RankedQueries(
             channels=self.channels[start:stop], queries=self.queries[start:stop], below=self.below[start:stop]
         )

@@ -214,7 +214,6 @@ class _Items:
         self._of_slot(slot).index_copy_(0, numbers, padded.to(self._shape.device, non_blocking=True))
 
     def clear(self, slot: int) -> None:
-        """Make a slot's items idle."""
         self._of_slot(slot).copy_(_IDLE.expand(self.number, -1), non_blocking=True)
 
     def _give(self, number: int) -> None:

@@ -307,7 +307,6 @@ def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
 
 
 def _tensor(begin: int, end: int) -> _Tensor:
-    """Return the entry of the bytes [begin, end)."""
     return _Tensor("U8", (end - begin,), (begin, end))
 
 

@@ -106,7 +106,6 @@ class NewRecord:
 
     @property
     def entry(self) -> SegmentEntry:
-        """The new segment."""
         return self.record.segments[-1]
 
     def values(self) -> Iterator[tuple[int, int, bytes]]:
@@ -212,7 +211,6 @@ def _checkpoints(
 
 
 def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator[SegmentEntry]:
-    """Yield the entries that make up the first `num_tokens` tokens."""
     for entry in entries:
         if num_tokens <= 0:
             break

@@ -212,7 +212,6 @@ class PrefillPass(AttentionPass):
         return history if num_history else None
 
     def _done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """See `PrefillObserver.layer_done`."""
         assert self._observer is not None, "who has no observer takes it in another way"
         self._observer.layer_done(layer, queries, keys, values, scaling)
 

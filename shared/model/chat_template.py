@@ -70,7 +70,6 @@ class ChatMessage(NamedTuple):
         return ChatMessage(self.role, self.content + rest.content, rest.fields or self.fields)
 
     def without(self, name: str) -> ChatMessage:
-        """Return the message without one of its fields."""
         if not self.fields:
             return self
         more = {other: value for other, value in json.loads(self.fields).items() if other != name}

@@ -176,12 +176,10 @@ class ModelSpec:
 
     @cached_property
     def row_numbers(self) -> dict[int, int]:
-        """The number of each of `row_layers` among them."""
         return {layer: number for number, layer in enumerate(self.row_layers)}
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers with a state."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.state)
 
     @cached_property

@@ -101,7 +101,6 @@ class ConnectingNetwork(Channel, Watching, Protocol):
 
     @property
     def peers(self) -> Set[Peer]:
-        """The peers that are connected or being connected."""
         ...
 
 

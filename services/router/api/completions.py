@@ -208,7 +208,6 @@ class CompletionResponse(Response):
         self._told = names.told
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
-        """Return the whole answer."""
         raise NotImplementedError
 
     def piece(self, event: CompletionEvent) -> bytes:

@@ -75,7 +75,6 @@ class Segments(ABC):
         return {_QUERIES: self._queries(shape)}
 
     def _queries(self, shape: LayerShape) -> TensorSpec:
-        """Return the spec of the current segment's last queries."""
         size = (shape.num_kv_heads, shape.group_size, self.window, shape.head_dim)
         return TensorSpec(shape=size, dtype=shape.dtype)
 

@@ -312,5 +312,4 @@ class NaivePacked(NaiveLayer):
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
     def add_segment(self, packed: PackedLayer) -> None:
-        """See `PackedCache.add_segment`."""
         self._packed += (packed,)

@@ -116,7 +116,6 @@ def _row_bytes(head_dim: int) -> int:
 
 
 def _packed_bytes(rows: int, num_tokens: int, head_dim: int, *, k_bits: int, v_bits: int) -> int:
-    """Count the bytes of one head with `rows` packed rows of a prompt of T tokens."""
     head = _head_counts(rows, head_dim, k_bits=k_bits, v_bits=v_bits)
     return packed_layout((head,), head_dim, num_tokens=num_tokens).size_bytes
 

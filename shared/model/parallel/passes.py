@@ -81,7 +81,6 @@ class RankPrefillPass(PrefillPass):
         self.is_lead_alone = False
 
     def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the history of this rank's heads."""
         history = None
         with self._lead_alone():
             if self._observer is not None:
