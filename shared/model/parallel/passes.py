@@ -41,7 +41,6 @@ class PartTaker(Protocol):
     def take(self, layer: int, part: Encoded | Exception) -> None:
         """Take a layer. Called for each, in order, and again from the first one if the pass is run again.
         Raises nothing. Args: part: the layer, or why it cannot be compressed."""
-        ...
 
 
 class RankPrefillPass(PrefillPass):
