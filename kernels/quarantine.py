@@ -54,7 +54,7 @@ state = _State()
 
 
 class _Rehearsing:
-    """Attributes: is_on: whether kernels are compiled instead of launched; see `rehearsal.py`."""
+    """Attributes: is_on: whether kernels are compiled instead of launched, as `kvferry compile` does."""
 
     is_on = False
 
