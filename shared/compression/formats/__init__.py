@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.shared.compression.formats.compacting import CompactingCache, NaiveCompacting, selected_segments
-from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, NaiveLayer, Tensors
+from kvferry.shared.compression.formats.compacting import CompactingCache, selected_segments
+from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -121,12 +121,6 @@ def compacted(cache: LayerCache) -> LayerCache:
     """Return a layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
     segments = cache.format.segments
     return cache if segments is None else CompactingCache(cache, segments)
-
-
-def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
-    """Make the layer of `LayerFormat.naive`, with its new rows compacted as the format says."""
-    inner = fmt.naive(tensors)
-    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
 def num_observed_queries(

@@ -192,10 +192,6 @@ class NaiveLayer(ABC):
         keys, values = (torch.stack(rows, 1) for rows in zip(*self.new_rows, strict=True))
         return keys, values
 
-    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        """Continue with these rows `[H_kv, m, D]` of new tokens."""
-        self.new_rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormat(FormatRules, ABC):
