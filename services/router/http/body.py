@@ -383,6 +383,12 @@ def known_fields(value: Any) -> Any:
     return {name: known_fields(given) for name, given in fields.items() if given is not None}
 
 
+def type_of(value: Any) -> str | None:
+    """Return the `type` of a JSON object, or of a model that it has become; None where that is no text."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:
     """Return a model's validator that allows at most one of these fields."""
 

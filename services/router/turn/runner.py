@@ -27,7 +27,6 @@ from kvferry.shared.telemetry.metrics import RouterMetrics
 _COMMIT_TIMEOUT_S = 10.0
 _DROP_TIMEOUT_S = 2.0
 _PREFIX_TIMEOUT_S = 0.5
-_PENDING_TIMEOUT_S = 1.0
 
 _Answer = TypeVar("_Answer")
 

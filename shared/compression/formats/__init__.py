@@ -77,7 +77,6 @@ def make_formats(
             formats.append(formats[first])
             continue
         _check_format(number, layer.representation.name, spec_of_layer)
-        its_class = format_class(layer.representation)
         heads = spec.heads(number)
         shape = LayerShape(
             num_prompt_tokens=resolved.num_prompt_tokens,
@@ -91,7 +90,7 @@ def make_formats(
             fingerprint=spec.fingerprint,
             state=spec_of_layer.state,
         )
-        fmt = its_class.of(resolved.plan, layer, shape)
+        fmt = format_class(layer.representation).of(resolved.plan, layer, shape)
         if layer.generated is not None:
             fmt = replace(fmt, segments=selected_segments(resolved.plan, layer.generated))
         formats.append(fmt)

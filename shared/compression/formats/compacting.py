@@ -181,8 +181,8 @@ def with_segments(layer: LayerPlan, generated: Part, sizing: Sizing) -> LayerPla
     # the last token of a completion never gets a row, and a full segment stays until one more row comes
     if kept >= segment or sizing.max_new_tokens - 2 < segment or layer == LayerPlan(rows=num_tokens):
         return layer
-    params = {"segment_tokens": segment, "kept_rows": kept}
-    return replace(layer, generated=Part(name=scorer.name, params=dict(params)))
+    params: dict[str, ParamValue] = {"segment_tokens": segment, "kept_rows": kept}
+    return replace(layer, generated=Part(name=scorer.name, params=params))
 
 
 def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
