@@ -25,10 +25,7 @@ DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTY
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    """Return the name of a dtype that models may have.
-
-    Raises: ConfigurationError for any other.
-    """
+    """Return the name of a dtype that models may have. Raises: ConfigurationError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name in TORCH_DTYPES:
         return cast(DTypeName, name)

@@ -425,10 +425,7 @@ def server_event(data: Mapping[str, Any]) -> bytes:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends or the client leaves.
-
-    Raises: Cancelled where the client left first.
-    """
+    """Run `work` until it ends or the client leaves. Raises: Cancelled where the client left first."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

@@ -86,10 +86,7 @@ class PlanChooser:
     async def choose(
         self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
     ) -> ChosenPlan:
-        """Return the plan of one prompt.
-
-        Raises: InvalidRequest naming `kv_compression` or its field.
-        """
+        """Return the plan of one prompt. Raises: InvalidRequest naming `kv_compression` or its field."""
         wanted = wanted or KvCompression()
         method = self.default_method(model) if wanted.method is None else wanted.method
         if method not in self.allowed:
