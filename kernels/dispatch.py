@@ -53,12 +53,7 @@ TRITON_OPS = (
     "window_scores",
 )
 """Ops with a Triton kernel."""
-TORCH_OPS = (
-    "hsa_pages",
-    "packed_hsa",
-    "quantise",
-    "ragged_decode",
-)
+TORCH_OPS = ("hsa_pages", "packed_hsa", "quantise", "ragged_decode")
 """Ops that have only a torch implementation."""
 NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
 """Ops that have C code for CPUs."""
