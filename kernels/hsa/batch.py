@@ -66,8 +66,7 @@ class SparseRows(CachedRows):
 
     Attributes:
         page_max, page_min: `[H_kv, ceil(cap / P), D]` with equal strides; a channel's pages are contiguous
-        and
-            readable to the next 16 bytes. K itself if P is 1.
+            and readable to the next 16 bytes. K itself if P is 1.
         num_channels: k1; num_tokens: k2.
     """
 
