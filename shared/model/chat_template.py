@@ -39,7 +39,6 @@ class TemplateInputs(NamedTuple):
 
 NO_INPUTS = TemplateInputs()
 
-
 TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 """Further fields of a message; a chat template uses all, some or none of them."""
 

@@ -192,7 +192,6 @@ InputItem = Annotated[
     ),
 ]
 
-
 INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 

@@ -300,7 +300,6 @@ _VALUES = re.compile(
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-
 Refused = Mapping[str, tuple[Any, ...]]
 """Fields whose effect a client would miss, each with the values that ask for nothing, beside null."""
 

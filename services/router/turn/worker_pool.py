@@ -46,7 +46,6 @@ _FOREIGN = ("damaged", "bad_answer")
 """Reasons for which an answer is not understood: the worker may be of another release."""
 _RESOLVE_TIMEOUT_S = 5.0
 
-
 ClientT = TypeVar("ClientT", bound=WorkerControl)
 
 
