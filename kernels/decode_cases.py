@@ -258,8 +258,8 @@ def kivi_cases(shape: BatchShape) -> Iterator[OpCheck]:
 
     def make(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> QuantisedRows:
         size, generator = (2, *keys[:, : LENGTHS[slot]].shape), torch.Generator().manual_seed(slot)
-        prompt = torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
-        quantised = kivi_quantise(*prompt, widths[slot % len(widths)])
+        prompt_keys, prompt_values = torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
+        quantised = kivi_quantise(prompt_keys, prompt_values, widths[slot % len(widths)])
         rest, parts = inputs.rest(slot).view(torch.uint8), dict[str, Any]()
         for name in ("codes", "scales", "keys", "values"):
             of_prompt = getattr(quantised, name)
