@@ -91,9 +91,9 @@ class Think(StoredFormat):
             )
 
     def attention(self, tensors: Tensors) -> PromptAttention:
-        channels, its_keys, its_values = (tensors[name] for name in ("channels", "keys", "values"))
+        channels, prompt_keys, prompt_values = (tensors[name] for name in ("channels", "keys", "values"))
         return lambda queries, keys, values, scaling: pruned_decode(
-            queries, channels, its_keys, its_values, keys, values, scaling=scaling
+            queries, channels, prompt_keys, prompt_values, keys, values, scaling=scaling
         )
 
 

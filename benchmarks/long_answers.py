@@ -49,11 +49,11 @@ from kvferry.shared.compression.interface import gather_rows
 from kvferry.shared.compression.plan import REBUDGET_TOKENS, CompressionPlan, ParamValue
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
-from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.tools.evaluation.budgets import Target, plan_for_target
+from kvferry.tools.evaluation.distance import DistantModel
 from kvferry.tools.oracle import CapturedPrompt, OneProcessGenerator, compress_prompt
 from kvferry.tools.recall import documents
 from kvferry.tools.recall.tasks import TASKS, Example
@@ -183,7 +183,7 @@ class Blocks(Sequence16):
             )
         self._rows[layer] = keys.clone(), values.clone()
 
-    def feed(self, model: TransformersModel, tokens: Sequence[int]) -> Tensor:
+    def feed(self, model: DistantModel, tokens: Sequence[int]) -> Tensor:
         """The logits `[T, V]` after each of the tokens."""
         found: list[Tensor] = []
         for first in range(0, len(tokens), SEGMENT_TOKENS):
@@ -277,7 +277,7 @@ def plan_of(spec: ModelSpec, case: Case, num_prompt: int, num_new: int) -> Compr
 def measure(seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Record]:
     """Every case's records of some examples, and those of "full" in the same settings."""
     torch.set_num_threads(1)  # the tensors of a step are small
-    model = load_model("demo", name="demo", device="cpu", dtype="float32")
+    model = DistantModel(load_model("demo", name="demo", device="cpu", dtype="float32"))
     with torch.inference_mode():
         return [
             record
@@ -288,9 +288,7 @@ def measure(seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Reco
         ]
 
 
-def _measure(
-    model: TransformersModel, seeds: Sequence[int], size: int, cases: Sequence[Case]
-) -> list[Record]:
+def _measure(model: DistantModel, seeds: Sequence[int], size: int, cases: Sequence[Case]) -> list[Record]:
     setting, generator, records = cases[0].setting, OneProcessGenerator(model), []
     stepped: list[tuple[Case, int, Caches]] = []
     answers: dict[int, list[int]] = {}

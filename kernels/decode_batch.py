@@ -71,7 +71,6 @@ class BatchShape:
         return self.num_slots * self.num_kv_heads
 
     def of_slots(self, num_slots: int) -> BatchShape:
-        """Return the same shape with another number of slots."""
         return replace(self, num_slots=num_slots)
 
 
@@ -186,13 +185,11 @@ class HeadTables:
         self._grows[:, rows].copy_((table[..., LENGTH] > 0).long(), non_blocking=True)
 
     def advance(self, active: Tensor) -> None:
-        """See `SlotBatch.advance`."""
         heads = self._of_heads(active)
         self._lengths[:, : len(heads)] += self._grows[:, : len(heads)] * heads
         self.show(active)
 
     def show(self, active: Tensor) -> None:
-        """See `SlotBatch.show`."""
         heads = self._of_heads(active)
         torch.mul(self._lengths[:, : len(heads)], heads, out=self._table[:, : len(heads), LENGTH])
 

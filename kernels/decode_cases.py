@@ -119,18 +119,23 @@ class _Inputs:
 def _decode_cases(
     op: str,
     shape: BatchShape,
-    make: Callable[[_Inputs], tuple[SlotBatch[Any, Any], dict[int, Any]]],
+    batch: Callable[..., SlotBatch[Any, Any]],
+    make: Callable[[_Inputs, int, Tensor, Tensor], CachedRows],
     name: str,
     *,
+    reads_codes: bool = False,
     softcap: float = 0.0,
     has_sinks: bool = False,
 ) -> Iterator[OpCheck]:
+    """Yield two cases. Args: make: a slot's rows, with this K and V; reads_codes: as of decode's `Kernel`."""
     for has_nan in (False, True):
 
         def run(has_nan: bool, *, launched: bool) -> Tensor:
             inputs = _Inputs(shape, has_nan=has_nan)
-            made = make(inputs)
-            return inputs.outputs(*made, launched=launched, softcap=softcap, has_sinks=has_sinks)
+            rows = {slot: make(inputs, slot, *inputs.keys_values(slot)) for slot in range(len(LENGTHS))}
+            arena = inputs.arena.view(-1)
+            made = batch(inputs.shape, arena, *([arena.view(torch.uint8)] if reads_codes else []))
+            return inputs.outputs(made, rows, launched=launched, softcap=softcap, has_sinks=has_sinks)
 
         yield OpCheck(
             op=op,
@@ -143,28 +148,19 @@ def _decode_cases(
 
 
 def dense_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    def make(inputs: _Inputs) -> tuple[DenseBatch, dict[int, CachedRows]]:
-        rows = {}
-        for slot, length in enumerate(LENGTHS):
-            keys, values = inputs.keys_values(slot)
-            rows[slot] = CachedRows(keys=keys, values=values, length=length)
-        return DenseBatch(inputs.shape, inputs.arena.view(-1)), rows
+    def make(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> CachedRows:
+        return CachedRows(keys=keys, values=values, length=LENGTHS[slot])
 
-    def make_windows(inputs: _Inputs) -> tuple[WindowBatch, dict[int, WindowRows]]:
+    def make_window(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> WindowRows:
         # all rows, a window that slides, and a chunk that the second step begins
-        windows = (CAPACITY, None), (57, None), (57, 57 * 6 - 1 - LENGTHS[2])
-        rows = {}
-        for slot, (window, before) in enumerate(windows):
-            keys, values = inputs.keys_values(slot)
-            rows[slot] = WindowRows(
-                keys=keys, values=values, length=LENGTHS[slot], window=window, rows_before=before
-            )
-        return WindowBatch(inputs.shape, inputs.arena.view(-1)), rows
+        window, before = ((CAPACITY, None), (57, None), (57, 57 * 6 - 1 - LENGTHS[2]))[slot]
+        return WindowRows(keys=keys, values=values, length=LENGTHS[slot], window=window, rows_before=before)
 
+    op = "dense_decode"
     for name, softmax in _softmaxes(shape):
-        yield from _decode_cases("dense_decode", shape, make, f"rows of any lengths{name}", **softmax)
+        yield from _decode_cases(op, shape, DenseBatch, make, f"rows of any lengths{name}", **softmax)
         if shape.has_windows:
-            yield from _decode_cases("dense_decode", shape, make_windows, f"windows{name}", **softmax)
+            yield from _decode_cases(op, shape, WindowBatch, make_window, f"windows{name}", **softmax)
 
 
 def _softmaxes(shape: BatchShape) -> list[tuple[str, dict[str, Any]]]:
@@ -176,38 +172,34 @@ def _softmaxes(shape: BatchShape) -> list[tuple[str, dict[str, Any]]]:
 
 def hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
     for page_size, num_tokens in _HSA_SIZES:
-
-        def make(
-            inputs: _Inputs, page_size: int = page_size, num_tokens: int = num_tokens
-        ) -> tuple[HsaBatch, dict[int, SparseRows]]:
-            rows = {}
-            heads, head_dim, pages = shape.num_kv_heads, shape.head_dim, -(-CAPACITY // page_size)
-            # a channel's pages start at a multiple of this
-            aligned = ALIGNMENT_BYTES // inputs.arena.element_size()
-            stride = -(-pages // aligned) * aligned
-            for slot, length in enumerate(LENGTHS):
-                keys, values = inputs.keys_values(slot)
-                page_max = page_min = keys
-                if page_size > 1:
-                    size = 2 * heads * head_dim * stride
-                    extremes = inputs.rest(slot)[:size].view(2, heads, head_dim, stride)
-                    page_max, page_min = extremes[..., :pages].mT
-                    hsa.page_extremes(keys, page_max, page_min, length=length, page_size=page_size)
-                rows[slot] = SparseRows(
-                    keys=keys,
-                    values=values,
-                    length=length,
-                    page_max=page_max,
-                    page_min=page_min,
-                    page_size=page_size,
-                    num_channels=head_dim // 2,
-                    # all of the third slot's tokens
-                    num_tokens=num_tokens if slot < 2 else CAPACITY,
-                )
-            return HsaBatch(inputs.shape, inputs.arena.view(-1)), rows
-
+        make = partial(_sparse_rows, page_size=page_size, num_tokens=num_tokens)
         for name, softmax in _softmaxes(shape):
-            yield from _decode_cases("hsa", shape, make, f"pages of {page_size}{name}", **softmax)
+            yield from _decode_cases("hsa", shape, HsaBatch, make, f"pages of {page_size}{name}", **softmax)
+
+
+def _sparse_rows(
+    inputs: _Inputs, slot: int, keys: Tensor, values: Tensor, *, page_size: int, num_tokens: int
+) -> SparseRows:
+    heads, head_dim, pages = len(keys), keys.shape[2], -(-CAPACITY // page_size)
+    # a channel's pages start at a multiple of this
+    aligned = ALIGNMENT_BYTES // inputs.arena.element_size()
+    stride = -(-pages // aligned) * aligned
+    page_max = page_min = keys
+    if page_size > 1:
+        extremes = inputs.rest(slot)[: 2 * heads * head_dim * stride].view(2, heads, head_dim, stride)
+        page_max, page_min = extremes[..., :pages].mT
+        hsa.page_extremes(keys, page_max, page_min, length=LENGTHS[slot], page_size=page_size)
+    return SparseRows(
+        keys=keys,
+        values=values,
+        length=LENGTHS[slot],
+        page_max=page_max,
+        page_min=page_min,
+        page_size=page_size,
+        num_channels=head_dim // 2,
+        # all of the third slot's tokens
+        num_tokens=num_tokens if slot < 2 else CAPACITY,
+    )
 
 
 def _packed(inputs: _Inputs, slot: int) -> tuple[PackedLayer, Tensor]:
@@ -222,77 +214,63 @@ def _packed(inputs: _Inputs, slot: int) -> tuple[PackedLayer, Tensor]:
 
 
 def trizone_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    def make(inputs: _Inputs) -> tuple[TriZoneBatch, dict[int, PackedRows]]:
-        rows = {}
-        for slot, length in enumerate(LENGTHS):
-            keys, values = inputs.keys_values(slot)
-            packed, _ = _packed(inputs, slot)
-            rows[slot] = PackedRows(keys=keys, values=values, length=length, packed=packed)
-        arena = inputs.arena.view(-1)
-        return TriZoneBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
+    def make(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> PackedRows:
+        packed, _ = _packed(inputs, slot)
+        return PackedRows(keys=keys, values=values, length=LENGTHS[slot], packed=packed)
 
-    yield from _decode_cases("trizone", shape, make, "packed prompts and new rows")
+    name = "packed prompts and new rows"
+    yield from _decode_cases("trizone", shape, TriZoneBatch, make, name, reads_codes=True)
 
 
 def packed_hsa_cases(shape: BatchShape) -> Iterator[OpCheck]:
     """Yield the cases of packed HSA; it has only C code."""
     page_size, num_pages = 3, CAPACITY // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
-    def make(inputs: _Inputs) -> tuple[PackedHsaBatch, dict[int, SparsePackedRows]]:
-        rows = {}
-        for slot, length in enumerate(LENGTHS):
-            keys, values = inputs.keys_values(slot)
-            packed, rest = _packed(inputs, slot)
-            size = (2, shape.num_kv_heads, shape.head_dim)
-            ranges, codes, _ = rest.tensor_split((4 * math.prod(size), (4 + num_pages) * math.prod(size)))
-            ranges = ranges.view(torch.float32).view(size)
-            pages = PageCodes(*codes.view(*size, num_pages).mT, *ranges)
-            packed_hsa.page_extremes(packed, pages, page_size=page_size)
-            # no new row, one and two before the first step
-            for row in range(slot):
-                packed_hsa.append_key(packed, pages, keys[:, row], num_new=row, page_size=page_size)
-            rows[slot] = SparsePackedRows(
-                keys=keys,
-                values=values,
-                length=slot,
-                packed=packed,
-                pages=pages,
-                page_size=page_size,
-                num_channels=shape.head_dim // 2,
-                # all of the second slot's tokens
-                num_tokens=CAPACITY if slot == 1 else length // 3,
-            )
-        arena = inputs.arena.view(-1)
-        return PackedHsaBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
+    def make(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> SparsePackedRows:
+        packed, rest = _packed(inputs, slot)
+        size = (2, shape.num_kv_heads, shape.head_dim)
+        ranges, codes, _ = rest.tensor_split((4 * math.prod(size), (4 + num_pages) * math.prod(size)))
+        ranges = ranges.view(torch.float32).view(size)
+        pages = PageCodes(*codes.view(*size, num_pages).mT, *ranges)
+        packed_hsa.page_extremes(packed, pages, page_size=page_size)
+        # no new row, one and two before the first step
+        for row in range(slot):
+            packed_hsa.append_key(packed, pages, keys[:, row], num_new=row, page_size=page_size)
+        return SparsePackedRows(
+            keys=keys,
+            values=values,
+            length=slot,
+            packed=packed,
+            pages=pages,
+            page_size=page_size,
+            num_channels=shape.head_dim // 2,
+            # all of the second slot's tokens
+            num_tokens=CAPACITY if slot == 1 else LENGTHS[slot] // 3,
+        )
 
-    yield from _decode_cases("packed_hsa", shape, make, "pages of packed prompts and new rows")
+    name = "pages of packed prompts and new rows"
+    yield from _decode_cases("packed_hsa", shape, PackedHsaBatch, make, name, reads_codes=True)
 
 
 def kivi_cases(shape: BatchShape) -> Iterator[OpCheck]:
-    def make(inputs: _Inputs) -> tuple[KiviBatch, dict[int, QuantisedRows]]:
-        # the widths at which a token has whole words; 8 bits always do
-        widths = [bits for bits in WIDTHS if shape.head_dim * bits % WORD_BITS == 0]
-        rows = {}
-        for slot, length in enumerate(LENGTHS):
-            bits = widths[slot % len(widths)]
-            keys, values = inputs.keys_values(slot)
-            prompt = torch.randn(2, *keys[:, :length].shape, generator=torch.Generator().manual_seed(slot))
-            prompt_keys, prompt_values = prompt.to(shape.device, shape.dtype)
-            quantised = kivi_quantise(prompt_keys, prompt_values, bits)
-            rest, parts = inputs.rest(slot).view(torch.uint8), dict[str, Any]()
-            for name in ("codes", "scales", "keys", "values"):
-                of_prompt = getattr(quantised, name)
-                size = of_prompt.numel() * of_prompt.element_size()
-                parts[name] = rest[:size].view(of_prompt.dtype).view(of_prompt.shape).copy_(of_prompt)
-                rest = rest[-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
-            # no new row, one and two before the first step
-            rows[slot] = QuantisedRows(
-                keys=keys, values=values, length=slot, quantised=replace(quantised, **parts)
-            )
-        arena = inputs.arena.view(-1)
-        return KiviBatch(inputs.shape, arena, arena.view(torch.uint8)), rows
+    # the widths at which a token has whole words; 8 bits always do
+    widths = [bits for bits in WIDTHS if shape.head_dim * bits % WORD_BITS == 0]
 
-    yield from _decode_cases("kivi", shape, make, "quantised prompts of each width and new rows")
+    def make(inputs: _Inputs, slot: int, keys: Tensor, values: Tensor) -> QuantisedRows:
+        size, generator = (2, *keys[:, : LENGTHS[slot]].shape), torch.Generator().manual_seed(slot)
+        prompt_keys, prompt_values = torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
+        quantised = kivi_quantise(prompt_keys, prompt_values, widths[slot % len(widths)])
+        rest, parts = inputs.rest(slot).view(torch.uint8), dict[str, Any]()
+        for name in ("codes", "scales", "keys", "values"):
+            of_prompt = getattr(quantised, name)
+            size_bytes = of_prompt.nbytes
+            parts[name] = rest[:size_bytes].view(of_prompt.dtype).view(of_prompt.shape).copy_(of_prompt)
+            rest = rest[-(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES :]
+        # no new row, one and two before the first step
+        return QuantisedRows(keys=keys, values=values, length=slot, quantised=replace(quantised, **parts))
+
+    name = "quantised prompts of each width and new rows"
+    yield from _decode_cases("kivi", shape, KiviBatch, make, name, reads_codes=True)
 
 
 def decoder_cases(shape: BatchShape) -> Iterator[OpCheck]:

@@ -53,12 +53,7 @@ TRITON_OPS = (
     "window_scores",
 )
 """Ops with a Triton kernel."""
-TORCH_OPS = (
-    "hsa_pages",
-    "packed_hsa",
-    "quantise",
-    "ragged_decode",
-)
+TORCH_OPS = ("hsa_pages", "packed_hsa", "quantise", "ragged_decode")
 """Ops that have only a torch implementation."""
 NATIVE_OPS = ("chunk_scores", "decoder_ops", "dense_decode", "hsa", "packed_hsa", "trizone")
 """Ops that have C code for CPUs."""
@@ -128,8 +123,7 @@ def path_for(op: str, device: torch.device, unsupported: Problem | str | None = 
     """Return the path that a call of `op` takes, and count it.
 
     Args: unsupported: why the op's Triton kernel cannot run this call, None if it can; or a function that
-    returns
-        this, called only if there is a kernel.
+        returns this, called only if there is a kernel.
     Raises:
         KernelUnavailable: mode is "triton" and Triton cannot run on the device, or cannot run this call.
     """
@@ -189,7 +183,6 @@ def planned_path(op: str, device: torch.device, unsupported: Problem | str | Non
 
 
 def compiles(device: torch.device) -> bool:
-    """Return whether Triton compiles kernels for a device."""
     return device.type == "cuda" and _state.mode != "torch" and triton_installed() and not interpreting()
 
 
@@ -368,19 +361,12 @@ def alignment_problem(**tensors: Tensor) -> str | None:
     return None
 
 
-def width_problem(keys: Tensor, values: Tensor) -> str | None:
-    """Say why no kernel supports the channels of these rows; None if one does. No kernel has latent rows."""
-    if keys.shape[2] == values.shape[2]:
-        return None
-    return f"keys have {keys.shape[2]} channels and values {values.shape[2]}; they must have as many"
-
-
 def attention_problem(queries: Tensor, keys: Tensor, values: Tensor, *, prefix: str = "") -> str | None:
     """Say why no kernel supports queries `[H_kv, G, D]` and rows `[H_kv, n, D]`; None if one does. See
     `check_attention`."""
-    problem = shape_problem(
-        queries.dtype, queries.shape[1], queries.shape[2], queries.device
-    ) or width_problem(keys, values)
+    problem = shape_problem(queries.dtype, queries.shape[1], queries.shape[2], queries.device)
+    if problem is None and keys.shape[2] != values.shape[2]:  # latent rows
+        problem = f"keys have {keys.shape[2]} channels and values {values.shape[2]}; they must have as many"
     if problem is None and keys.shape[1] > 1 and keys.stride(1) != values.stride(1):
         problem = f"rows of {prefix}keys and {prefix}values have strides {keys.stride(1)}, {values.stride(1)}"
     return problem or alignment_problem(**{f"{prefix}keys": keys, f"{prefix}values": values})

@@ -54,7 +54,7 @@ state = _State()
 
 
 class _Rehearsing:
-    """Attributes: is_on: whether kernels are compiled instead of launched; see `rehearsal.py`."""
+    """Attributes: is_on: whether kernels are compiled instead of launched, as `kvferry compile` does."""
 
     is_on = False
 
@@ -76,7 +76,6 @@ def quarantine(op: str, reason: Reason, detail: str = "") -> bool:
 
 
 def is_quarantined(op: str) -> bool:
-    """Return whether an operator is quarantined."""
     return op in state.by_op
 
 

@@ -26,7 +26,6 @@ class Softmax:
     sinks: Tensor | None = None
 
     def heads(self, start: int, stop: int) -> Softmax:
-        """Return the softmax of KV heads `start` to `stop`."""
         sinks = None if self.sinks is None else self.sinks[start:stop]
         return Softmax(scaling=self.scaling, softcap=self.softcap, sinks=sinks)
 

@@ -36,8 +36,7 @@ def top_tokens(scores: Tensor, num_tokens: int, *, length: int | None = None, pa
 
     Args:
         scores: float32 `[H_kv, ceil(n / page_size)]`, at least 0: one per token, or one per page, which all
-        its
-            tokens share. The newest token's own score does not count.
+            its tokens share. The newest token's own score does not count.
         length: n, at least num_tokens; None where every token has a score.
 
     Returns: int64 `[H_kv, num_tokens]`, in no particular order.

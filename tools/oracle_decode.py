@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from kvferry.kernels.softmax import Scaling
-from kvferry.shared.compression.formats import make_formats, naive_layer
-from kvferry.shared.compression.formats.drafted import append_naively
-from kvferry.shared.compression.formats.interface import NaiveLayer, Tensors
+from kvferry.kernels.softmax import Scaling, scale_of
+from kvferry.shared.compression.formats import make_formats
+from kvferry.shared.compression.formats.compacting import Segments
+from kvferry.shared.compression.formats.interface import LayerFormat, NaiveLayer, Tensors
 from kvferry.shared.compression.formats.state import NaiveState
-from kvferry.shared.compression.interface import LayerInputs
+from kvferry.shared.compression.interface import Ahead, LayerInputs
 from kvferry.shared.compression.plan import ResolvedPlan
 from kvferry.shared.model.spec import ModelSpec
 
@@ -56,7 +57,7 @@ class OracleDecode:
         """Append a token of a draft. Args: layers: with the draft; number: of the token; states: after it."""
         for inputs in layers:
             assert inputs.ahead is not None, "there is a draft"
-            append_naively(self._layers[inputs.layer], inputs.ahead, number)
+            _append(self._layers[inputs.layer], inputs.ahead, number)
             row = inputs.ahead.keys[:, number : number + 1], inputs.ahead.values[:, number : number + 1]
             self.generated[inputs.layer].append(row)
         for layer, state in states.items():
@@ -89,3 +90,55 @@ class OracleDecode:
         self.generated[layer].append((key[:, None], value[:, None]))
         naive: NaiveLayer = self._layers[layer]
         return naive.attend(queries[0], key, value, scaling=scaling, dense=dense)[None]
+
+
+class NaiveCompacting(NaiveLayer):
+    """The inner format's naive layer, given all new rows again whenever a segment is compacted."""
+
+    def __init__(self, segments: Segments, inner: NaiveLayer) -> None:
+        self._segments = segments
+        self._inner = inner
+        self._selected: list[tuple[Tensor, Tensor]] = []
+        self._current: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def attend(
+        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
+    ) -> Tensor:
+        if len(self._current) == self._segments.segment_tokens:
+            self._compact(scale_of(scaling))
+        self._current = [*self._current, (queries.clone(), key, value)]
+        return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
+
+    def append(self, queries: Tensor, key: Tensor, value: Tensor) -> None:
+        """Append a row to the first segment, which has room, without attention."""
+        self._current = [*self._current, (queries, key, value)]
+        self._inner.new_rows += ((key, value),)
+
+    def _compact(self, scaling: float) -> None:
+        queries, keys, values = (torch.stack(tensors, -2) for tensors in zip(*self._current, strict=True))
+        observed = queries[:, :, queries.shape[2] - self._segments.window :].contiguous()
+        stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
+        self._selected = [*self._selected, stay]
+        self._current = []
+        keys, values = (torch.cat(parts, 1) for parts in zip(*self._selected, strict=True))
+        self._inner.new_rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
+
+    def fork(self) -> NaiveCompacting:
+        other = NaiveCompacting(self._segments, self._inner.fork())
+        other._selected, other._current = self._selected, self._current
+        return other
+
+
+def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
+    """Make the layer of `LayerFormat.naive`, with its new rows compacted as the format says."""
+    inner = fmt.naive(tensors)
+    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
+
+
+def _append(layer: NaiveLayer, ahead: Ahead, number: int) -> None:
+    """Append the row of a draft's next token. Args: number: that token's index."""
+    row = ahead.keys[:, number], ahead.values[:, number]
+    if isinstance(layer, NaiveCompacting):
+        layer.append(ahead.queries[:, :, number], *row)
+    else:
+        layer.new_rows += (row,)

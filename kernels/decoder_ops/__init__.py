@@ -39,7 +39,6 @@ def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 def add_norm_torch(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `add_norm` in torch."""
     total = hidden if residual is None else residual + hidden
     return total, rms_norm(total, weight, eps)
 
@@ -79,7 +78,6 @@ def rotate_torch(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `rotate` in torch."""
     rotated = []
     for i, rows in enumerate((queries, keys)):
         heads = rows.reshape(len(rows), -1, cos.shape[1])
@@ -97,7 +95,6 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_product_torch(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu_product` in torch."""
     return torch.nn.functional.silu(gate) * up
 
 

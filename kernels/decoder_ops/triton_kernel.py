@@ -136,7 +136,6 @@ def _nucleus_kernel(
 
 
 def add_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `kernels.decoder_ops.add_norm`."""
     size = hidden.shape[1]
     total = hidden if residual is None else torch.empty_like(hidden)
     normed = torch.empty_like(hidden)
@@ -157,7 +156,6 @@ def rotate(
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.decoder_ops.rotate`."""
     num_rows, head_dim = cos.shape
     given = (queries, keys, values)
     made = [tensor.new_empty(num_rows, tensor.shape[1] // head_dim, head_dim) for tensor in given]
@@ -173,7 +171,6 @@ def rotate(
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """See `kernels.decoder_ops.silu_product`."""
     num_rows, size = gate.shape
     out = gate.new_empty(num_rows, size)
     _silu_product_kernel[(triton.cdiv(size, _BLOCK), num_rows)](
@@ -183,7 +180,6 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def nucleus(weights: Tensor, goal: Tensor) -> Tensor:
-    """See `kernels.decoder_ops.nucleus`."""
     num_rows, size = weights.shape
     blocks, ways = _NUCLEUS_BLOCKS.value, _WAYS.value
     chunk = triton.cdiv(triton.cdiv(size, blocks), _NUCLEUS_TILE.value) * _NUCLEUS_TILE.value

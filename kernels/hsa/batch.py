@@ -36,12 +36,7 @@ from kvferry.kernels.descriptors import (
 )
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.hsa import MAX_PAGES, update_page_extremes
-from kvferry.kernels.hsa.torch_path import (
-    CacheViews,
-    RankedQueries,
-    attend,
-    rank_channels,
-)
+from kvferry.kernels.hsa.torch_path import CacheViews, RankedQueries, attend, rank_channels
 from kvferry.kernels.softmax import scale_of
 
 FIELDS = ROW_FIELDS + 6
@@ -71,8 +66,7 @@ class SparseRows(CachedRows):
 
     Attributes:
         page_max, page_min: `[H_kv, ceil(cap / P), D]` with equal strides; a channel's pages are contiguous
-        and
-            readable to the next 16 bytes. K itself if P is 1.
+            and readable to the next 16 bytes. K itself if P is 1.
         num_channels: k1; num_tokens: k2.
     """
 

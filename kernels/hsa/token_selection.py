@@ -12,13 +12,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.dependent_launch import begin_after_others
-from kvferry.kernels.split_attention import (
-    attend_tile,
-    finish_split,
-    first_state,
-    load_queries,
-    split_range,
-)
+from kvferry.kernels.split_attention import attend_tile, finish_split, first_state, load_queries, split_range
 
 _KEY_BITS = tl.constexpr(30)
 """Scores are at most 1.0, or a little more with rounding: the bits of such a float32."""

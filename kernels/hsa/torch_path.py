@@ -40,7 +40,6 @@ class RankedQueries:
     below: Tensor
 
     def heads(self, start: int, stop: int) -> RankedQueries:
-        """Return the queries of KV heads `start` to `stop`."""
         return RankedQueries(
             channels=self.channels[start:stop], queries=self.queries[start:stop], below=self.below[start:stop]
         )
@@ -178,8 +177,7 @@ def attend(
     """Run steps 2 and 3 of Algorithm 1 over exactly the rows given.
 
     Args: page_max, page_min: of at least these rows; ranked: `rank_channels` of the queries, if known
-    already;
-        views: of the cache that rows and pages are the front of, if known already.
+        already; views: of the cache that rows and pages are the front of, if known already.
     """
     length, scale = keys.shape[1], scaling.scaling if isinstance(scaling, Softmax) else scaling
     if length <= num_tokens:

@@ -63,10 +63,7 @@ def kivi_fields(base: Tensor, rows: QuantisedRows) -> Fields:
 
 
 class KiviBatch(SlotBatch[QuantisedRows, KiviScratch]):
-    """A `SlotBatch` by `kivi_decode`.
-
-    Args: codes: the arena as uint8.
-    """
+    """A `SlotBatch` by `kivi_decode`. Args: codes: the arena as uint8."""
 
     def __init__(self, shape: BatchShape, base: Tensor, codes: Tensor) -> None:
         super().__init__("kivi", shape, base, empty=[0] * FIELDS)

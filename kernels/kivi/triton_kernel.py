@@ -24,12 +24,7 @@ from kvferry.kernels.dense_decode.triton_kernel import (
     dot_dtype,
 )
 from kvferry.kernels.dependent_launch import begin_after_others, dependent
-from kvferry.kernels.descriptors import (
-    ALIGNMENT_BYTES,
-    SplitWorkspace,
-    choose_num_programs,
-    split_workspace,
-)
+from kvferry.kernels.descriptors import ALIGNMENT_BYTES, SplitWorkspace, choose_num_programs, split_workspace
 from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.kivi.rows import GROUP_TOKENS, KiviRows
 from kvferry.kernels.split_attention import (

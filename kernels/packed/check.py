@@ -32,9 +32,9 @@ def begin_packed_check(packed: PackedLayer, num_prompt_tokens: int) -> Callable[
     Returns: a function that refuses them. It waits for the device, and must be called before the layer is
         used.
 
-        Raises: ValueError: a channel or a position is out of range, repeated or out of order, or a scale is
-        not finite and positive, or a minimum or a 16-bit value not finite.
-    Raises: the same, in torch, where the checks are over when this returns.
+    Raises: ValueError: a channel or a position is out of range, repeated or out of order, a scale is not
+        finite and positive, or a minimum or a 16-bit value not finite. The returned function raises it; in
+        torch this one does.
     """
     _ = packed.layout.entries  # computed now, not when a batch takes the layer
 

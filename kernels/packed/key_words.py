@@ -39,7 +39,6 @@ def block_runs(num_tokens: int) -> list[tuple[int, int]]:
 
 
 def num_groups(num_tokens: int) -> int:
-    """Count the groups of one head's tokens."""
     return -(-num_tokens // GROUP_TOKENS)
 
 

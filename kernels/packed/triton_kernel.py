@@ -17,11 +17,7 @@ from kvferry.kernels.dispatch import interpreting
 from kvferry.kernels.packed.key_words import BLOCK_TOKENS, WIDTHS
 from kvferry.kernels.packed.layer import ENTRY_FIELDS
 from kvferry.kernels.packed.layout import Bound, position_dtype
-from kvferry.kernels.packed.packing_kernels import (
-    _pack_keys_kernel,
-    _pack_values_kernel,
-    _refuse_kernel,
-)
+from kvferry.kernels.packed.packing_kernels import _pack_keys_kernel, _pack_values_kernel, _refuse_kernel
 from kvferry.kernels.packed.placing_kernels import _count_widths_kernel, _index_kernel, _place_kernel
 
 ITEM_BYTES = 64 << 10

@@ -49,8 +49,7 @@ def plan_value_products(
     Args:
         weights: float32 `[G, n]`, read at each run.
         rows: (width, rows) in the weights' order, by rising width: uint8 `[n_w, value_row_bytes]`, and
-        float16
-            `[n_16, D]`.
+            float16 `[n_16, D]`.
         output: float32 `[G, D]`, in place.
     """
     start = 0

@@ -25,7 +25,6 @@ from kvferry.kernels.packed.value_rows import add_value_products
 
 TILE_BLOCKS = 8
 
-
 _LARGEST = 255
 
 

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.kernels.decode_batch import (
-    BatchShape,
-    CachedRows,
-    NewToken,
-    NewTokens,
-    SlotBatch,
-    in_buckets,
-)
+from kvferry.kernels.decode_batch import BatchShape, CachedRows, NewToken, NewTokens, SlotBatch, in_buckets
 from kvferry.kernels.descriptors import ROW_FIELDS, programs_at_once
 from kvferry.kernels.dispatch import alignment_problem
 from kvferry.kernels.native.library import has_halves
@@ -221,7 +214,6 @@ class _Items:
         self._of_slot(slot).index_copy_(0, numbers, padded.to(self._shape.device, non_blocking=True))
 
     def clear(self, slot: int) -> None:
-        """Make a slot's items idle."""
         self._of_slot(slot).copy_(_IDLE.expand(self.number, -1), non_blocking=True)
 
     def _give(self, number: int) -> None:

@@ -68,7 +68,6 @@ def values_of(words, scale, minimum, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _scaled(code, scale, minimum):
-    """Return `code * scale + minimum` in float16, rounded once."""
     return (code.to(tl.float32) * scale.to(tl.float32) + minimum.to(tl.float32)).to(tl.float16)
 
 

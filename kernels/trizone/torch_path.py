@@ -33,7 +33,6 @@ def trizone_decode_segments(
     *,
     scaling: float,
 ) -> Tensor:
-    """See `kernels.trizone.trizone_decode_segments`."""
     plans, thread = segments[0].plans, threading.get_ident()
     plan: DecodePlan | None = plans.get(thread)
     num_new = new_keys.shape[1]
@@ -146,7 +145,6 @@ class DecodePlan:
         ]
 
     def _plan_values(self, segment: PackedLayer, starts: Sequence[int]) -> None:
-        """Plan the values of zones A and B."""
         for heads in _equal_heads(segment, starts):
             coded = len(segment.heads[heads.start].value_scales)
             begin = self._room + starts[heads.start]

@@ -29,11 +29,7 @@ from kvferry.kernels.packed.layer import ENTRY_FIELDS, PackedLayer
 from kvferry.kernels.split_attention import LOG2_E, MIN_BLOCK_G, combine_if_last
 from kvferry.kernels.trizone.items import packed_item, rows_item
 from kvferry.kernels.trizone.scaled_queries import _prologue_kernel
-from kvferry.kernels.trizone.work_list import (
-    ITEM_FIELDS,
-    WorkList,
-    work_list,
-)
+from kvferry.kernels.trizone.work_list import ITEM_FIELDS, WorkList, work_list
 
 BLOCK_CHANNELS = 64
 """K channels a tile."""

@@ -35,7 +35,6 @@ MAX_ITEM_BYTES = 128 << 10
 sequence among short ones has more programs than they have."""
 _BALANCING_ROUNDS = 8
 
-
 _KINDS = (KIND_ROWS, 0, 1, 2, 3)
 """The kinds of an entry's items, in their order."""
 _KIND_OF_COLUMN, _WIDTHS = torch.tensor(_KINDS), torch.tensor(WIDTHS)

@@ -234,7 +234,6 @@ class BatchAttention:
         return self._slots.num_steps
 
     def count_steps(self, number: int) -> None:
-        """See `SlotBatch.count_steps`."""
         self._slots.num_steps += number
         for batch, _, _ in self._batches:
             batch.count_steps(number)

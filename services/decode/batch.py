@@ -96,7 +96,7 @@ class Batch:
                 model,
                 device,
                 max_batch_size=config.max_batch_size,
-                warn=_warn_of_capture,
+                warn=lambda reason: _log.warning("a step cannot be captured; it runs eagerly", reason=reason),
                 spec=parts.spec,
                 captures=self._captures,
             )
@@ -236,7 +236,3 @@ def _input(sequence: Sequence, num_appended: int) -> StepInput:
         sampler=sequence.sampler,
         written=sequence.written,
     )
-
-
-def _warn_of_capture(reason: str) -> None:
-    _log.warning("a decode step cannot be captured; it runs eagerly", reason=reason)

@@ -27,12 +27,7 @@ from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence, SequenceState
 from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import EAGER_STEPS
-from kvferry.shared.control.messages import (
-    FinishReason,
-    GenerateEvent,
-    GenerationFinished,
-    TokenGenerated,
-)
+from kvferry.shared.control.messages import FinishReason, GenerateEvent, GenerationFinished, TokenGenerated
 from kvferry.shared.device.cuda_device import step_device
 from kvferry.shared.errors import KvferryError, WorkerUnavailable
 from kvferry.shared.model.interface import LanguageModel
@@ -146,8 +141,6 @@ class DecodeEngine:
         """See `Heartbeat.is_wedged`; for the sweeper's thread."""
         # the heartbeat is told a few times a second also while there is no work
         return self.heartbeat.is_wedged(self._thread, may_rest=self._warm_up is not None)
-
-    # ---- the engine's thread -----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run(self) -> None:

@@ -72,7 +72,6 @@ class RetainedSelection:
         return not self.listed and self.num_users == 0
 
     def num_common_tokens(self, prompt_token_ids: tuple[int, ...]) -> int:
-        """Count the tokens of the common prefix of the prompt and this selection."""
         prompt = np.asarray(prompt_token_ids, np.int64)
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])
@@ -274,7 +273,6 @@ class RetainedSelections:
         self._free(freed)
 
     def close(self) -> None:
-        """Drop all selections."""
         for session in tuple(self._chains):
             self.drop(session)
 

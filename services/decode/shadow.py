@@ -35,10 +35,7 @@ Opinion = Literal["same", "kernel_wrong", "model_wrong"]
 
 
 class ShadowStep:
-    """Repeats a step of one sequence.
-
-    Args: given: the sequence before the step.
-    """
+    """Repeats a step of one sequence. Args: given: the sequence before the step."""
 
     def __init__(self, model: LanguageModel, given: StepInput) -> None:
         self._model, self._given = model, given

@@ -121,7 +121,6 @@ class SharedPrompts:
                 del self.entries[of]
 
     def close(self) -> None:
-        """Forget all prompts."""
         with self._lock:
             self.entries.clear()
 

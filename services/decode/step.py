@@ -141,7 +141,6 @@ class BatchSlots:
         self._inputs[slot] = given
 
     def remove(self, slot: int) -> None:
-        """Empty a slot."""
         del self._inputs[slot]
         self.wanting_logits.discard(slot)
         self.attention.remove(slot)

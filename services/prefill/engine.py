@@ -185,8 +185,6 @@ class PrefillEngine:
         with self._condition:
             self._schedule.remove(job)
 
-    # ---- the engine thread -------------------------------------------------------------------------------
-
     def _loop(self) -> None:
         if self._config.threads and self._config.tensor_parallel == 1:
             torch.set_num_threads(self._config.threads)  # in one process decode has another number

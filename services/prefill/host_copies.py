@@ -150,7 +150,6 @@ class PinnedCopies(HostCopies):
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Return the host copies for a model's device."""
     return PinnedCopies(device) if device.type == "cuda" else HostCopies()
 
 

@@ -154,7 +154,6 @@ class PrefillJob:
 
     @property
     def retained_as(self) -> SessionKey | None:
-        """The session under which decode retains the rows; None if it retains none."""
         session = self.request.session
         return self.request.retained_as if session is not None and session.is_implicit else session
 

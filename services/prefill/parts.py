@@ -183,7 +183,6 @@ class PromptTransfer:
             raise
 
     def abort(self, reason: str) -> None:
-        """See `OutgoingTransfer.abort`."""
         self._abort_parts(reason)
 
     def _abort_parts(self, reason: str) -> None:
@@ -376,7 +375,6 @@ class RankedTransfer(PromptTransfer):
         return max(own_s, *self._seconds.values())
 
     def abort(self, reason: str) -> None:
-        """See `OutgoingTransfer.abort`."""
         self.fail(Cancelled(f"transfer was aborted: {reason}", reason="aborted"), reason=reason)
 
     @property
@@ -389,8 +387,6 @@ class RankedTransfer(PromptTransfer):
     @property
     def resent_bytes(self) -> int:
         return super().resent_bytes + self._resent_bytes
-
-    # ---- what the other ranks say ------------------------------------------------------------------------
 
     def sent(self, rank: int, layer: int, rows: ShippedRows | None) -> None:
         """Note that a rank's sender has a layer. Args: rows: of all layers, with the last of them."""

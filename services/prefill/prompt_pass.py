@@ -174,8 +174,6 @@ class PromptPass:
         self._pauses.allowed = False
         return logits
 
-    # ---- what the model calls ----------------------------------------------------------------------------
-
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """See `PrefillObserver.history`. Raises Cancelled, HistoryMiss."""
         turn = self._job.turn
@@ -271,8 +269,6 @@ class PromptPass:
         self._progress(layer)
         self._pauses.allowed = self._pauses_in_model
 
-    # ---- layers that wait for the end of the pass --------------------------------------------------------
-
     def _wait(self, inputs: LayerInputs) -> None:
         """Keep a layer that cannot be compressed before the pass has ended; its K and V wait on the host, or
         for a draft on the device where there is room. Measure it if its number of rows depends on others."""
@@ -364,8 +360,6 @@ class PromptPass:
         distinct = (inputs.keys, inputs.values)[: self._num_distinct]
         keys, values = self._rows([rows.to(device) for rows in distinct])
         return replace(layer, inputs=replace(inputs, keys=keys, values=values))
-
-    # ---- a layer ----------------------------------------------------------------------------------------
 
     def _compress(self, layer: WaitingLayer) -> None:
         assert self._job.transfer is not None, "the transfer is not open"

@@ -136,8 +136,6 @@ class PrefillRank(FollowingRank):
     def part_taker(self, transfer: TransferKey) -> PartTaker | None:
         return self._shipments.get(transfer)
 
-    # ---- what the leading rank calls ---------------------------------------------------------------------
-
     def start(self, settings: PrefillConfig) -> None:
         """Make the rank's block sender; forget everything from before.
 

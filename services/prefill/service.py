@@ -186,8 +186,6 @@ class PrefillService:
         self._store.close()
         self._waiters.shutdown(wait=True)
 
-    # ---- PrefillControl ----------------------------------------------------------------------------------
-
     async def prefill(
         self, request: PrefillRequest, *, timeout_s: float
     ) -> AsyncGenerator[PrefillEvent, None]:
@@ -304,8 +302,6 @@ class PrefillService:
             methods=self._methods,
             kernel_paths=self._kernel_paths.by_op,
         )
-
-    # ---- one request -------------------------------------------------------------------------------------
 
     def _validate(self, request: PrefillRequest) -> None:
         if self._drain.has_begun:

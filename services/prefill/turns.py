@@ -109,12 +109,8 @@ class HistoryReceiver:
         shape = (heads.num_kv_heads, incoming.manifest.num_tokens, heads.head_dim)
         rows = [(name, spec.dtype, shape) for name in spec.row_names] if layer.has_rows else []
         states = [(tensor.name, tensor.dtype, tensor.shape) for tensor in layer.state]
-        expected = tuple(
-            [
-                TensorHeader(name=name, dtype=dtype, shape=its_shape)
-                for name, dtype, its_shape in rows + states
-            ]
-        )
+        headers = [TensorHeader(name=name, dtype=dtype, shape=size) for name, dtype, size in rows + states]
+        expected = tuple(headers)
         if header.tensors != expected:
             raise ProtocolMismatch(
                 f"layer {header.layer} of returned history has tensors {header.tensors}; {expected} are "

@@ -106,7 +106,9 @@ def create_app(
         backoff_s=timing.recovery_backoff_s,
         recovery_wait_s=config.recovery_wait_s,
     )
-    drain = Drain(_draining)
+    drain = Drain(
+        lambda: Overloaded("The router is to end; repeat the request", reason=REASON, retry_after_s=1.0)
+    )
     readiness = Readiness(
         runner,
         plans.default,
@@ -237,10 +239,6 @@ def session_store(
         on_event=count,
         **options,
     )
-
-
-def _draining() -> Overloaded:
-    return Overloaded("The router is to end; repeat the request", reason=REASON, retry_after_s=1.0)
 
 
 def _router_name(config: RouterConfig) -> str:

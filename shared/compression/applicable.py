@@ -38,14 +38,14 @@ def _problem(plan: CompressionPlan, layers: tuple[LayerSpec, ...]) -> str | None
     """Say why the plan does not go with these layers, naming the first that rules it out; None if it does."""
     if layers and not any(spec.has_rows for spec in layers):
         return None if plan.method == "full" else "no layer attends, so there is no KV to compress"
-    kind, its_format = attentions().get(plan.attention.name), format_class(plan.representation)
-    takes_any = its_format.takes_any_softmax and kind is not None and kind.takes_any_softmax
+    kind, fmt = attentions().get(plan.attention.name), format_class(plan.representation)
+    takes_any = fmt.takes_any_softmax and kind is not None and kind.takes_any_softmax
     for number, layer in enumerate(layers):
         if layer.window:
             continue
         if not layer.has_plain_softmax and not takes_any:
             return f"layer {number} has soft-capped logits or attention sinks"
-        if layer.latent_dim and not its_format.takes_latent_rows:
+        if layer.latent_dim and not fmt.takes_latent_rows:
             return (
                 f"layer {number} has latent rows (MLA), each of them key and value at once, and format "
                 f"{plan.representation.name!r} treats keys and values differently"

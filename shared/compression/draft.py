@@ -124,14 +124,12 @@ class _PromptPasses:
         self._position = layers[0].keys.shape[1]
 
     def run(self, token_id: int) -> Tensor:
-        """See `Draft.run`."""
         token = torch.tensor([token_id], device=self._model.device)
         logits = self._model.prefill(token, start=self._position, observer=self, num_queries=1)
         self._position += 1
         return logits
 
     def ahead(self, layer: int) -> Ahead | None:
-        """See `DraftRows.ahead`."""
         return self._ahead.get(layer)
 
     def end(self) -> None:

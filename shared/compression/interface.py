@@ -116,7 +116,6 @@ class LayerShape:
         return row_names(self.latent_dim)
 
     def row_specs(self, num_rows: int) -> dict[str, TensorSpec]:
-        """Return the tensors of `num_rows` rows per KV head."""
         rows = TensorSpec(shape=(self.num_kv_heads, num_rows, self.head_dim), dtype=self.dtype)
         return dict.fromkeys(self.row_names, rows)
 

@@ -30,7 +30,6 @@ class WorkerControl(Protocol):
     async def drop_session(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo:
         """Delete what is stored or retained for a session, and return what that was. Turns in flight for it
         will not commit."""
-        ...
 
     async def status(self, *, timeout_s: float) -> WorkerStatus: ...
 
@@ -42,11 +41,9 @@ class DecodeControl(WorkerControl, Protocol):
         """Reserve memory, receive the prompt's KV or copy that of the request it shares with, then decode.
         Yields TicketIssued, TransferAccepted, TokenGenerated..., GenerationFinished and, if the request
         stores history, HistoryReturned."""
-        ...
 
     async def finish(self, request_id: str, *, timeout_s: float) -> None:
         """End a completion early; `generate` still yields its last events. An unknown id is no error."""
-        ...
 
 
 class PrefillControl(WorkerControl, Protocol):
@@ -54,7 +51,6 @@ class PrefillControl(WorkerControl, Protocol):
 
     def prefill(self, request: PrefillRequest, *, timeout_s: float) -> AsyncGenerator[PrefillEvent, None]:
         """Run a prompt, compress and ship its KV. Yields FirstToken, then TransferDone."""
-        ...
 
     async def redirect(self, request: RedirectRequest, *, timeout_s: float) -> None:
         """Send a running request's blocks to another reservation. The prompt is not run again.
@@ -63,18 +59,14 @@ class PrefillControl(WorkerControl, Protocol):
             TransferFailed: the request is not running, its blocks are no longer in the buffer, or the other
                 reservation is not for the same plan ("resend").
         """
-        ...
 
     async def commit_turn(self, request: CommitTurnRequest, *, timeout_s: float) -> HistoryInfo:
         """Publish the history that a turn staged as the session's record."""
-        ...
 
     async def abort_turn(self, request_id: str, *, timeout_s: float) -> None:
         """Discard the history that a turn staged. An unknown id is no error."""
-        ...
 
     async def session_info(self, session: SessionKey, *, timeout_s: float) -> HistoryInfo: ...
 
     async def prefix_info(self, request: PrefixRequest, *, timeout_s: float) -> HistoryInfo:
         """Return how many of a prompt's first tokens are stored for its owner, without their size."""
-        ...

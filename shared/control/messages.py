@@ -96,9 +96,6 @@ class TurnPrompt:
     probe: bool = False
 
 
-# ---- decode ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SharedStart:
     """The start of a request whose prompt another request has brought to the same decode worker.
@@ -204,9 +201,6 @@ class EventsOfCalls:
 
     events: tuple[EventOfCall, ...] = ()
     ended: tuple[str, ...] = ()
-
-
-# ---- prefill ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +352,6 @@ class HistoryInfo:
     num_tokens: int
     size_bytes: int
     tier: str = "memory"
-
-
-# ---- both ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

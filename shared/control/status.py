@@ -44,7 +44,6 @@ _BY_STATUS: Mapping[grpc.StatusCode, type[KvferryError]] = {
 """The statuses that gRPC itself answers. All others mean that a worker cannot be reached, whatever bytes
 caused them: a worker's own errors name their class."""
 
-
 Metadata = tuple[tuple[str, str | bytes], ...]
 Status = tuple[grpc.StatusCode, str, Metadata]
 

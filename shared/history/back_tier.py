@@ -99,8 +99,6 @@ class BackTier:
         self._writer = ThreadPoolExecutor(1, f"kvferry-history-{self.name}-writer")
         self.fetchers = ThreadPoolExecutor(_NUM_FETCHERS, f"kvferry-history-{self.name}")
 
-    # ---- reading -----------------------------------------------------------------------------------------
-
     def look_up(self, session: SessionKey) -> tuple[TierRecord | None, str]:
         """Return the session's record, and why there is none although there may be one: "", `unavailable`
         (the tier did not answer), "key" or "corrupt"."""
@@ -139,8 +137,6 @@ class BackTier:
     def num_waiting(self) -> int:
         """The number of committed turns that are not written yet."""
         return len(self._waiting) + self._num_writing
-
-    # ---- writing -----------------------------------------------------------------------------------------
 
     def write(self, session: SessionKey, commit: Commit) -> Callable[[], None]:
         """Queue a committed turn, whose rows stay in memory until it is written.
@@ -216,8 +212,6 @@ class BackTier:
         if commit is not None:
             self._records.release(commit.record.parts)
         return commit is not None
-
-    # ---- the writer's thread -----------------------------------------------------------------------------
 
     def _write(self, session: SessionKey) -> None:
         with self._records.lock:

@@ -22,7 +22,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -82,14 +82,12 @@ class DiskHistory:
         shape: StoredShape,
         ttl_s: float,
         value_bytes: int = VALUE_BYTES,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.shape = shape
         self._folder = folder
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self.value_bytes = value_bytes
-        self._wall_clock = wall_clock
         try:
             with self._locked():
                 self._evict(0)
@@ -101,14 +99,11 @@ class DiskHistory:
     def close(self) -> None:
         """Do nothing: no file is open between calls."""
 
-    # ---- reading -----------------------------------------------------------------------------------------
-
     def record(self, session: SessionKey) -> TierRecord | None:
         path = self._session_folder(session) / "record"
         try:
             with _named_errors(passing=FileNotFoundError), path.open("rb") as file:
-                is_expired = os.fstat(file.fileno()).st_mtime < self._wall_clock() - self._ttl_s
-                if is_expired:
+                if os.fstat(file.fileno()).st_mtime < time.time() - self._ttl_s:
                     return None
                 return read_record(self.shape.opened(session, file.read()), session)
         except FileNotFoundError:
@@ -145,8 +140,6 @@ class DiskHistory:
                 return _read_tensors(file, names)
         except FileNotFoundError:
             return [None] * len(names)
-
-    # ---- writing -----------------------------------------------------------------------------------------
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         header = _header(
@@ -214,7 +207,7 @@ class DiskHistory:
         Return whether they do."""
         sessions = sorted(self._sessions())
         self.size_bytes = sum(size_bytes for _, size_bytes, _ in sessions)
-        oldest_s = self._wall_clock() - self._ttl_s
+        oldest_s = time.time() - self._ttl_s
         for used_s, size_bytes, folder in sessions:
             is_needed = used_s >= oldest_s and self.size_bytes + num_bytes <= self._max_bytes
             if folder != spared and not is_needed:
@@ -258,14 +251,14 @@ class DiskHistory:
         name = hashlib.sha256(f"{session.owner}/{session.session_id}".encode()).hexdigest()
         return self._folder / name[:32]
 
-    def _path(self, session: SessionKey, its_id: bytes) -> Path:
+    def _path(self, session: SessionKey, part_id: bytes) -> Path:
         """Return the file of a segment or a checkpoint."""
-        return self._session_folder(session) / f"{its_id.hex()}.safetensors"
+        return self._session_folder(session) / f"{part_id.hex()}.safetensors"
 
     def _paths(self, session: SessionKey, record: TierRecord) -> set[Path]:
         segments = (entry.segment_id for entry in record.segments)
         checkpoints = (entry.checkpoint_id for entry in record.body.checkpoints)
-        return {self._path(session, its_id) for its_id in (*segments, *checkpoints)}
+        return {self._path(session, part_id) for part_id in (*segments, *checkpoints)}
 
 
 @contextlib.contextmanager
@@ -311,7 +304,6 @@ def _remove(folder: Path, spared: Set[Path] = frozenset()) -> None:
 
 
 def _tensor(begin: int, end: int) -> _Tensor:
-    """Return the entry of the bytes [begin, end)."""
     return _Tensor("U8", (end - begin,), (begin, end))
 
 

@@ -161,7 +161,6 @@ class RecordTable:
         return longest(record.checkpoints, limit) if self._has_states else limit
 
     def forget(self, session: SessionKey) -> None:
-        """Remove a session's record, if it has one."""
         record = self._sessions.pop(session, None)
         if record is not None:
             self._prefixes.remove(session, record)
@@ -230,7 +229,6 @@ _Prefixed = TypeVar("_Prefixed", str, tuple[Any, ...])
 
 
 def common_prefix(a: _Prefixed, b: _Prefixed) -> int:
-    """Return the length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -11,7 +11,8 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -194,11 +195,16 @@ class _Link:
             is_retryable = reason == "unreachable" and took_s < options.timeout_s
         return (_Retryable if is_retryable else StoreUnavailable)(message, reason=reason)
 
-    def _report(self, error: StoreUnavailable) -> None:
-        if error.reason in _ALIVE:
-            self.breaker.succeeded()
-        else:
-            self.breaker.failed()
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make a call in this context if the breaker allows it; the breaker is told how it ends."""
+        self.breaker.enter()
+        try:
+            yield
+        except StoreUnavailable as error:
+            (self.breaker.succeeded if error.reason in _ALIVE else self.breaker.failed)()
+            raise
+        self.breaker.succeeded()
 
 
 class RedisLink(_Link):
@@ -215,7 +221,6 @@ class RedisLink(_Link):
         Raises: StoreUnavailable: reason "unreachable", "timeout", "denied", "full" (out of memory),
             "refused" (Redis answered with another error) or "breaker_open".
         """
-        self.breaker.enter()
         begin_s = time.monotonic()
 
         def attempt() -> T:
@@ -224,13 +229,8 @@ class RedisLink(_Link):
             except _FAILURES as error:
                 raise self._failure(error, begin_s) from error
 
-        try:
-            result = self._retry.call_with_retry(attempt, lambda error: None)
-        except StoreUnavailable as error:
-            self._report(error)
-            raise
-        self.breaker.succeeded()
-        return result
+        with self._guarded():
+            return self._retry.call_with_retry(attempt, lambda error: None)
 
     def pipeline(self, fill: Callable[[Client], object]) -> list[Any]:
         """Send the commands that `fill` adds to a pipeline; return their answers. Raises: as `call`."""
@@ -265,7 +265,6 @@ class AsyncRedisLink(_Link):
 
     async def call(self, operation: Callable[[Client], Awaitable[T]]) -> T:
         """See `RedisLink.call`; here each attempt as a whole is limited to `timeout_s`."""
-        self.breaker.enter()
         begin_s = time.monotonic()
         cancellation = _Cancellation()
 
@@ -282,13 +281,8 @@ class AsyncRedisLink(_Link):
             cancellation.check()
             return result
 
-        try:
-            result = await self._retry.call_with_retry(attempt, _ignore)
-        except StoreUnavailable as error:
-            self._report(error)
-            raise
-        self.breaker.succeeded()
-        return result
+        with self._guarded():
+            return await self._retry.call_with_retry(attempt, _ignore)
 
     async def eval_replicated(self, script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, bool]:
         """Run a script that may be run again; return its answer, and whether a replica has what it wrote.

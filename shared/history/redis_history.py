@@ -133,7 +133,7 @@ class RedisHistory:
 
     def _extend(self, session: SessionKey, named: Mapping[bytes, int]) -> None:
         """Restart the time to live of segments and checkpoints that the new record names as well."""
-        keys = [key for its_id, count in named.items() for key in self._keys(session, its_id, count)]
+        keys = [key for part_id, count in named.items() for key in self._keys(session, part_id, count)]
 
         def expire(pipeline: Client) -> None:
             for key in keys:
@@ -146,8 +146,8 @@ class RedisHistory:
         index, entry = _segments_key(session), new.entry
 
         def announce(pipeline: Client) -> None:
-            for its_id, count in _added(new).items():
-                pipeline.hset(index, its_id.hex(), count)
+            for part_id, count in _added(new).items():
+                pipeline.hset(index, part_id.hex(), count)
             pipeline.pexpire(index, self._value_ttl_ms)
 
         self._link.pipeline(announce)
@@ -261,7 +261,7 @@ def _num_values(record: TierRecord | None, *, without: NewRecord | None = None) 
     new = _added(without) if without is not None else {}
     named = {entry.segment_id: len(entry.value_tokens) for entry in record.segments}
     named |= {entry.checkpoint_id: 0 for entry in record.body.checkpoints}
-    return {its_id: count for its_id, count in named.items() if its_id not in new}
+    return {part_id: count for part_id, count in named.items() if part_id not in new}
 
 
 def _added(new: NewRecord) -> dict[bytes, int]:

@@ -14,7 +14,6 @@ wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from kvferry.shared.control.messages import SessionKey
@@ -74,19 +73,11 @@ return tonumber(redis.call('HGET', KEYS[1], '') or 0)
 class RedisQuota:
     """Thread-safe, as its link is."""
 
-    def __init__(
-        self,
-        link: RedisLink,
-        *,
-        max_bytes: int,
-        ttl_s: float,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, link: RedisLink, *, max_bytes: int, ttl_s: float) -> None:
         """Use a link's Redis. Args: max_bytes: limit over all owners; 0: no limit."""
         self._link = link
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._wall_clock = wall_clock
         self.total_bytes = 0
         """What all owners took when this worker last wrote or deleted."""
 
@@ -96,7 +87,7 @@ class RedisQuota:
         Raises: StoreUnavailable, reason "quota" if it cannot fit, otherwise as `RedisLink.call`.
         """
         limit = self._limit(session.owner)
-        now_ms = int(self._wall_clock() * 1000)
+        now_ms = int(time.time() * 1000)
         expiry_ms = now_ms + int(self._ttl_s * 1000)
         arguments = (session.session_id, size_bytes, now_ms, expiry_ms, limit or 0)
         answer: list[Any] = [-1]
@@ -121,7 +112,7 @@ class RedisQuota:
         """Return what the other owners leave of `max_bytes`; None: no limit."""
         if not self._max_bytes:
             return None
-        now_ms = self._wall_clock() * 1000
+        now_ms = time.time() * 1000
         sizes, expiries = _keys("total")
 
         def read(pipeline: Client) -> None:
@@ -134,7 +125,7 @@ class RedisQuota:
 
     def _set_owner(self, owner: str, size_bytes: int) -> None:
         sizes, expiries = _keys("total")
-        expiry_ms = int((self._wall_clock() + self._ttl_s) * 1000)
+        expiry_ms = int((time.time() + self._ttl_s) * 1000)
 
         def publish(pipeline: Client) -> None:
             if size_bytes:

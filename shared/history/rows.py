@@ -97,7 +97,6 @@ class RowChunk:
         return replace(self, tensors=tensors, group_offset=offset)
 
     def copy(self) -> RowChunk:
-        """Copy the rows to memory of their own."""
         return replace(self, tensors=tuple(map(_host_copy, self.tensors)))
 
     def _unpack(self, codes: Tensor) -> Tensor:
@@ -257,7 +256,6 @@ class Segment:
                 self.size_bytes += chunk.size_bytes
 
     def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:
-        """Return the first `num_tokens` tokens' rows of a layer."""
         return part_of(self._layers[layer], 0, num_tokens)
 
     def first(self, num_tokens: int) -> Segment:
@@ -275,7 +273,6 @@ class Piece:
 
 
 def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
-    """Return the pieces that make up the first `num_tokens` tokens."""
     taken: list[Piece] = []
     for piece in pieces:
         if num_tokens <= 0:
@@ -286,7 +283,6 @@ def first_pieces(pieces: Iterable[Piece], num_tokens: int) -> tuple[Piece, ...]:
 
 
 def piece_chunks(pieces: Iterable[Piece], layer: int) -> list[RowChunk]:
-    """Return the chunks of consecutive pieces."""
     return [chunk for piece in pieces for chunk in piece.segment.rows(layer, piece.length)]
 
 

@@ -51,17 +51,14 @@ class Storage(Protocol):
 
     def record(self, session: SessionKey) -> TierRecord | None:
         """Return the session's committed record. Raises: HistoryMiss, reason "key" or "corrupt"."""
-        ...
 
     def load(
         self, session: SessionKey, record: TierRecord, layer: int, start: int, stop: int
     ) -> list[RowChunk]:
         """Load a layer's rows of tokens [start, stop). Raises: HistoryMiss, as `record`, or "evicted"."""
-        ...
 
     def load_states(self, session: SessionKey, entry: CheckpointEntry) -> dict[int, LayerState]:
         """Load the states of a checkpoint by layer. Raises: HistoryMiss, as `record`, or reason "evicted"."""
-        ...
 
     def write(self, session: SessionKey, base: TierRecord | None, new: NewRecord) -> None:
         """Publish a new record in place of the base.
@@ -71,19 +68,15 @@ class Storage(Protocol):
             HistoryMiss: the base or some of its rows are gone, so that it cannot be continued.
             StoreUnavailable: also with reason "quota".
         """
-        ...
 
     def touch(self, session: SessionKey, record: TierRecord) -> None:
         """Restart the session's time to live. Raises: HistoryMiss: rows of it are gone."""
-        ...
 
     def delete(self, session: SessionKey) -> None:
         """Remove all that is stored of a session."""
-        ...
 
     def close(self) -> None:
         """Close the storage. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +99,6 @@ class NewRecord:
 
     @property
     def entry(self) -> SegmentEntry:
-        """The new segment."""
         return self.record.segments[-1]
 
     def values(self) -> Iterator[tuple[int, int, bytes]]:
@@ -212,7 +204,6 @@ def _checkpoints(
 
 
 def _first_entries(entries: Iterable[SegmentEntry], num_tokens: int) -> Iterator[SegmentEntry]:
-    """Yield the entries that make up the first `num_tokens` tokens."""
     for entry in entries:
         if num_tokens <= 0:
             break

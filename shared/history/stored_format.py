@@ -187,7 +187,6 @@ class StoredShape:
 def write_chunk(
     chunk: RowChunk, *, shape: StoredShape, segment_id: bytes, layer: int, first_token: int
 ) -> bytes:
-    """Write a chunk as a value."""
     payload = [_tensor_bytes(tensor) for tensor in chunk.tensors]
     heads = shape.heads[layer]
     header = _CHUNK.pack(
@@ -233,7 +232,6 @@ def read_chunk(
 
 
 def write_state(state: LayerState, *, checkpoint_id: bytes, layer: int) -> bytes:
-    """Write a layer's state as a value."""
     payload = [_tensor_bytes(tensor) for tensor in state.values()]
     header = _STATE.pack(_STATE_MAGIC, FORMAT_VERSION, 0, layer, checkpoint_id, sum(map(len, payload)))
     return b"".join([header, _CHECKSUM.pack(_checksum(header, *payload)), *payload])

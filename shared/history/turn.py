@@ -299,8 +299,6 @@ class StagedTurn:
             if self._stage_bytes(sum(tensor.nbytes for tensor in state.values())):
                 self._staged_states.setdefault((num_tokens, ends_turn), {})[layer] = state
 
-    # ---- the caller holds the lock -----------------------------------------------------------------------
-
     def _stage(self, layer: int, chunk: RowChunk) -> None:
         if self._stage_bytes(chunk.size_bytes):
             self._staged[layer].append(chunk)

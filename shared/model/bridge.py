@@ -212,7 +212,6 @@ class PrefillPass(AttentionPass):
         return history if num_history else None
 
     def _done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
-        """See `PrefillObserver.layer_done`."""
         assert self._observer is not None, "who has no observer takes it in another way"
         self._observer.layer_done(layer, queries, keys, values, scaling)
 
@@ -269,7 +268,6 @@ class TransformersModel:
         self.state_layers = state_layers(model.config.get_text_config())
         takes_cache_params = "cache_params" in inspect.signature(model.forward).parameters
         self._cache_argument = "cache_params" if takes_cache_params else "past_key_values"
-        self._skipped = (0, 0)
         self._fused = fused_decode(model, spec)
         self._fused_problem = dtype_problem(self.dtype, self.device)
 
@@ -371,8 +369,7 @@ class TransformersModel:
         states: LayerStates | None = None,
     ) -> Tensor:
         """Run one token for each of B sequences; see `LanguageModel.decode`."""
-        fused = self._fused if not self._skipped[1] else None
-        if fused is not None:
+        if (fused := self._fused) is not None:
             if fused.runs_natively():
                 return fused.run_natively(token_ids, positions, attention)
             path = path_for("decoder_ops", self.device, self._fused_problem)
@@ -399,11 +396,6 @@ class TransformersModel:
             )
         return self._rotation.undo(layer, keys)
 
-    def skip_positions(self, first: int, number: int) -> None:
-        """Rotate tokens from position `first` on, in later passes, as if they were `number` positions later.
-        This measures what distance alone costs."""
-        self._skipped = (first, number)
-
     @torch.inference_mode()
     def run(
         self, token_ids: Tensor, positions: Tensor, current: AttentionPass, states: LayerStates | None = None
@@ -412,9 +404,6 @@ class TransformersModel:
 
         Args: token_ids and positions int64 `[B, T]`. Returns: float32 logits `[B, V]` of the last tokens.
         """
-        first, skipped = self._skipped
-        if skipped:
-            positions = positions + skipped * (positions >= first)
         current.positions = positions
         arguments: dict[str, Any] = {"input_ids": token_ids, "position_ids": positions, "logits_to_keep": 1}
         if not self.state_layers:

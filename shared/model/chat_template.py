@@ -39,7 +39,6 @@ class TemplateInputs(NamedTuple):
 
 NO_INPUTS = TemplateInputs()
 
-
 TEMPLATE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 """Further fields of a message; a chat template uses all, some or none of them."""
 
@@ -70,7 +69,6 @@ class ChatMessage(NamedTuple):
         return ChatMessage(self.role, self.content + rest.content, rest.fields or self.fields)
 
     def without(self, name: str) -> ChatMessage:
-        """Return the message without one of its fields."""
         if not self.fields:
             return self
         more = {other: value for other, value in json.loads(self.fields).items() if other != name}

@@ -29,7 +29,6 @@ class PrefillObserver(Protocol):
 
     def history(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return K (post-RoPE) and V `[H_kv, P, D]` of the tokens before this pass, or None."""
-        ...
 
     def layer_done(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> None:
         """Take a layer whose attention is done. Its K and V are released when this returns.
@@ -41,7 +40,6 @@ class PrefillObserver(Protocol):
             keys: post-RoPE `[H_kv, P + T, D]`; values likewise, of latent rows a view of the keys.
             scaling: the model's softmax scale.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +66,15 @@ class DividingObserver(PrefillObserver, Protocol):
     @property
     def division(self) -> Division | None:
         """The division; None: `layer_done` is called, as in a model of one rank."""
-        ...
 
     def compressing(self, layer: int) -> AbstractContextManager[None]:
         """Make a context around the leading rank's compression of a layer."""
-        ...
 
     def layer_compressed(self, layer: int, part: Encoded, rows: tuple[Tensor, Tensor] | None) -> None:
         """Take a compressed layer, in place of `layer_done`.
 
         Args: part: what `encode_layer` has made of the leading rank's heads; rows: `[H_kv, T, D]`, of all.
         """
-        ...
 
 
 class DecodeAttention(Protocol):
@@ -88,7 +83,6 @@ class DecodeAttention(Protocol):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
         """Append and attend. Args: queries `[B, H_kv, G, D]`, keys and values `[B, H_kv, D]`; all as in
         `PrefillObserver`. Returns `[B, H_kv, G, D]`, the values' channels."""
-        ...
 
 
 class LayerStates(Protocol):
@@ -98,11 +92,9 @@ class LayerStates(Protocol):
     def load(self, layer: int) -> Mapping[str, Tensor] | None:
         """Return the tensors of `LayerSpec.state` after the tokens before this pass, `[B, ...]`, on the
         device; the pass changes them. None: there are no such tokens."""
-        ...
 
     def store(self, layer: int, state: Mapping[str, Tensor]) -> None:
         """Take the layer's tensors after the pass's tokens."""
-        ...
 
 
 class LanguageModel(Protocol):
@@ -142,7 +134,6 @@ class LanguageModel(Protocol):
         Returns: float32 logits `[V]` of the last token.
         Raises: InvalidRequest if `on_logits` is given and the model changes its head's logits.
         """
-        ...
 
     def decode(
         self,
@@ -157,7 +148,6 @@ class LanguageModel(Protocol):
         Args: token_ids and positions int64 `[B]`; states: of a model that has states.
         Returns: float32 logits `[B, V]`.
         """
-        ...
 
     def pre_rope_keys(self, layer: int, keys: Tensor) -> Tensor:
         """Return a layer's keys before rotary positions: the output of the projection and its norm, if any.
@@ -166,4 +156,3 @@ class LanguageModel(Protocol):
         Returns: float32 `[H_kv, T, D]`, exact up to the rounding of `keys`.
         Raises: UnsupportedModel if the model's rotation cannot be undone.
         """
-        ...

@@ -25,10 +25,7 @@ DTYPE_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in TORCH_DTY
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> DTypeName:
-    """Return the name of a dtype that models may have.
-
-    Raises: ConfigurationError for any other.
-    """
+    """Return the name of a dtype that models may have. Raises: ConfigurationError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name in TORCH_DTYPES:
         return cast(DTypeName, name)
@@ -176,12 +173,10 @@ class ModelSpec:
 
     @cached_property
     def row_numbers(self) -> dict[int, int]:
-        """The number of each of `row_layers` among them."""
         return {layer: number for number, layer in enumerate(self.row_layers)}
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers with a state."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.state)
 
     @cached_property

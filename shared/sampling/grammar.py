@@ -38,7 +38,6 @@ _BLOCKED_BY_BYTE = np.where(
 """`[256, 8]`: what eight bits of a mask add to eight logits. Copying a row per byte is many times as fast as
 choosing for each bit."""
 
-
 _vocabularies: dict[tuple[str, int, tuple[int, ...]], _Vocabulary] = {}
 _lock = threading.Lock()
 

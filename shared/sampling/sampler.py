@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of a row without a completion."""
 
-
 _LEAST_MOST = 64
 """Sorting this many weights takes no longer than sorting one."""
 

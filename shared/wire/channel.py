@@ -53,7 +53,6 @@ class Channel(Protocol):
         Raises:
             ConfigurationError: the address cannot be bound.
         """
-        ...
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:
         """Send one message without waiting. A connecting channel connects first if it must. Large frames are
@@ -62,19 +61,15 @@ class Channel(Protocol):
         Raises:
             TransferFailed: the endpoint is not an address of this transport.
         """
-        ...
 
     def poll(self, timeout_s: float) -> Sequence[Received | PeerLost]:
         """Wait for messages, lost connections, `wake`, or room for a message that was BLOCKED."""
-        ...
 
     def wake(self) -> None:
         """Make the current or next `poll` return. Any thread may call it."""
-        ...
 
     def close(self) -> None:
         """Close the connections and drop what is queued on them. The I/O thread's last call."""
-        ...
 
 
 class ListeningChannel(Channel, Protocol):
@@ -83,7 +78,6 @@ class ListeningChannel(Channel, Protocol):
     @property
     def endpoint(self) -> str:
         """The address to put into tickets, after `open`."""
-        ...
 
 
 class Watching(Protocol):
@@ -91,7 +85,6 @@ class Watching(Protocol):
 
     def watch(self, descriptor: int, *, for_room: bool = False) -> None:
         """Let `poll` return also when a descriptor can be read, or written to if `for_room`."""
-        ...
 
     def unwatch(self, descriptor: int) -> None: ...
 
@@ -100,9 +93,7 @@ class ConnectingNetwork(Channel, Watching, Protocol):
     """A sender's channel between machines."""
 
     @property
-    def peers(self) -> Set[Peer]:
-        """The peers that are connected or being connected."""
-        ...
+    def peers(self) -> Set[Peer]: ...
 
 
 class ListeningNetwork(ListeningChannel, Watching, Protocol):

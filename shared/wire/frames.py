@@ -179,8 +179,6 @@ def peek_key(frames: Sequence[memoryview | bytes]) -> TransferKey | None:
     return TransferKey(transfer_id=transfer_id, generation=generation)
 
 
-# ---- records -----------------------------------------------------------------------------------------------
-
 _Record = TypeVar("_Record")
 _REFUSALS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
@@ -299,8 +297,6 @@ def clean_reason(reason: str) -> str:
 def _malformed(message: str) -> MalformedMessage:
     return MalformedMessage(f"malformed block wire message: {message}", reason="malformed")
 
-
-# ---- order -------------------------------------------------------------------------------------------------
 
 _TENSOR_NAME = attrgetter("name")
 _DTYPE_NAMES = {getattr(torch, name): name for name in TENSOR_DTYPE_BYTES}

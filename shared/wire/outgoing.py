@@ -113,8 +113,6 @@ class OutgoingTransfer:
         self._acknowledged_s = 0.0
         self._last_sent_s = self._waiting_since_s = time.monotonic()
 
-    # ---- the caller's side -------------------------------------------------------------------------------
-
     def send_layer(self, layer: int, tensors: Sequence[NamedTensor]) -> None:
         """Queue a layer: its header with as many bytes of its tensors as one message carries, the rest in
         blocks. Waits while the receiver's credit is used up and the buffer is full. A misuse (order, dtype,
@@ -282,8 +280,6 @@ class OutgoingTransfer:
             raise type(self._error)(self._error.message, reason=self._error.reason)
         if self.is_over:
             raise TransferFailed(f"transfer {self.key} is already acknowledged", reason="order")
-
-    # ---- the sender thread's side ------------------------------------------------------------------------
 
     def next(self) -> Message | None:
         """Return the next message to send, if any and if credit allows it. It stays in the queue until

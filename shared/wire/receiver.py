@@ -71,28 +71,23 @@ class BlockSink(Protocol):
 
         Raises: ProtocolMismatch, LeaseExpired (unknown or outdated key) or TransferFailed.
         """
-        ...
 
     def begin_layer(self, key: TransferKey, header: LayerHeader) -> None:
         """Take the next layer's header.
 
         Raises: ProtocolMismatch or TransferFailed: its tensors are not the expected ones.
         """
-        ...
 
     def write(self, header: BlockHeader, payload: memoryview) -> None:
         """Take the next bytes of a tensor; checksum, order and bounds are verified. The payload is a view of
         the transport's memory, valid only during the call."""
-        ...
 
     def commit(self, end: EndRecord) -> None:
         """Commit the transfer: every byte that the layers' headers announced has been written. It is
         acknowledged when this has returned."""
-        ...
 
     def abort(self, key: TransferKey, reason: str) -> None:
         """Release a failed or aborted transfer's resources. Never called after `commit` returned."""
-        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

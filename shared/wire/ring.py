@@ -138,7 +138,6 @@ class RingWriter(_Connection):
             os.close(descriptor)
 
     def send(self, frames: Sequence[memoryview | bytes]) -> SendResult:
-        """See `Channel.send`."""
         self.used_s = time.monotonic()
         sizes = tuple(map(len, frames))
         num_bytes = sum(sizes)
@@ -195,7 +194,6 @@ class RingReader(_Connection):
             self._send_or_end(_REPORT.pack(self._read))
 
     def answer(self, frames: Sequence[memoryview | bytes]) -> SendResult:
-        """See `Channel.send`."""
         return self._send_or_end(_head(_IN_PACKET, tuple(map(len, frames))), *frames)
 
     def _send_or_end(self, *parts: memoryview | bytes) -> SendResult:

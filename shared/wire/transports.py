@@ -34,11 +34,9 @@ class Transport(Protocol):
 
     def connecting(self, network: ConnectingNetwork, on_connected: Callable[[str], None]) -> Channel:
         """Make a sender's channel. Args: on_connected: gets the name of each receiver's transport."""
-        ...
 
     def listening(self, network: ListeningNetwork) -> ListeningChannel:
         """Make a receiver's channel."""
-        ...
 
 
 class SharedMemory:

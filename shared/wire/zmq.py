@@ -147,7 +147,6 @@ class ZmqConnectingChannel(_ZmqChannel):
 
     @property
     def peers(self) -> Set[Peer]:
-        """The peers that are connected or being connected."""
         return self._dealers.keys()
 
     def send(self, peer: Peer, frames: Sequence[memoryview | bytes]) -> SendResult:

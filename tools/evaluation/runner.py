@@ -20,6 +20,7 @@ from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.compressor import Compressor, Sizes
 from kvferry.tools.evaluation.conversation import Conversation, tokenize
+from kvferry.tools.evaluation.distance import DistantModel
 from kvferry.tools.evaluation.experiment import FULL, Contender, Experiment, Setting, Unit
 from kvferry.tools.evaluation.records import Key, Record, TurnScore
 from kvferry.tools.evaluation.scoring import AnswerScorer, FullAnswer
@@ -57,11 +58,11 @@ class UnitRunner:
     """Measures units of an experiment with one model. Not thread-safe."""
 
     def __init__(self, model: TransformersModel, tokenizer: ChatTokenizer, experiment: Experiment) -> None:
-        self._model = model
+        self._model = DistantModel(model)
         self._tokenizer = tokenizer
         self._experiment = experiment
-        self._generator = OneProcessGenerator(model)
-        self._compressor = Compressor(model, self._generator, experiment)
+        self._generator = OneProcessGenerator(self._model)
+        self._compressor = Compressor(self._model, self._generator, experiment)
         self._shared: CapturedPrompt | None = None
         self._scorer = AnswerScorer(
             tokenizer, eos_token_ids=model.spec.eos_token_ids, max_new_tokens=experiment.max_new_tokens

@@ -33,7 +33,7 @@ def run(config: CompileConfig) -> int:
     if dispatch.interpreting():
         raise ConfigurationError("TRITON_INTERPRET is set, so Triton compiles nothing; unset it")
     # a CPU install has no Triton
-    from kvferry.kernels.rehearsal import GPUS
+    from kvferry.tools.kernel_cache.rehearsal import GPUS
 
     shapes = _chosen("shapes", config.shapes, SHIPPED)
     architectures = _chosen("architectures", config.architectures, GPUS)

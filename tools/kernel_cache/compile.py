@@ -1,7 +1,7 @@
 """Compiles the kernels of one model's shape for one GPU, by the calls that a worker makes before it serves.
 
     self-test's cases of both roles ──► prefill's warm-up ──► decode's warm-up ──► launchers
-                 nothing is launched: a rehearsal compiles each launch (`kernels/rehearsal.py`)
+                 nothing is launched: a rehearsal compiles each launch (`rehearsal.py`)
 
 The model has one layer of random weights: all layers with equal heads have the same kernels.
 """
@@ -16,7 +16,6 @@ import torch
 
 from kvferry.kernels import dispatch
 from kvferry.kernels.cases import op_checks
-from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.warm_up import warm_up_steps
 from kvferry.shared.cache.arena import ByteArena
@@ -27,6 +26,7 @@ from kvferry.shared.device.warm_up import warm_prefill
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.tools.kernel_cache.launchers import build_launchers
 from kvferry.tools.kernel_cache.random_model import random_model
+from kvferry.tools.kernel_cache.rehearsal import GPUS, rehearsal
 from kvferry.tools.kernel_cache.shapes import SHIPPED, Shape
 
 MAX_BATCH_SIZE = 16

@@ -208,7 +208,6 @@ class CompletionResponse(Response):
         self._told = names.told
 
     def whole(self, deltas: list[ChoiceDelta], end: CompletionEnd) -> dict[str, Any]:
-        """Return the whole answer."""
         raise NotImplementedError
 
     def piece(self, event: CompletionEvent) -> bytes:
@@ -426,10 +425,7 @@ def server_event(data: Mapping[str, Any]) -> bytes:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends or the client leaves.
-
-    Raises: Cancelled where the client left first.
-    """
+    """Run `work` until it ends or the client leaves. Raises: Cancelled where the client left first."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:

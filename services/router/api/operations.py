@@ -162,9 +162,6 @@ async def get_docs() -> Response:
     return page_response("docs")
 
 
-# ---- workers' metrics -------------------------------------------------------------------------------------
-
-
 async def _worker_families(addresses: Sequence[str], tls: ssl.SSLContext | None) -> list[Metric]:
     """Return the families of every address that answers in time, merged.
 

@@ -140,7 +140,6 @@ class OutputItems:
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response that has an item."""
     return SESSION_PREFIX + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 

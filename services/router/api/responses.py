@@ -11,13 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from kvferry.services.router.api.answers import DeletedResponse, ResponseObject
-from kvferry.services.router.api.completions import (
-    STREAMED,
-    Shared,
-    begin,
-    keyed_router,
-    named_model,
-)
+from kvferry.services.router.api.completions import STREAMED, Shared, begin, keyed_router, named_model
 from kvferry.services.router.api.response_answer import (
     OutputItems,
     ResponsesAnswer,
@@ -32,12 +26,7 @@ from kvferry.services.router.completion.chain import (
     new_session_id,
     session_id_of,
 )
-from kvferry.services.router.completion.responses import (
-    INPUT_ITEM,
-    ItemReference,
-    ResponseRequest,
-    translate,
-)
+from kvferry.services.router.completion.responses import INPUT_ITEM, ItemReference, ResponseRequest, translate
 from kvferry.services.router.completion.services import Services
 from kvferry.services.router.sessions.record import SessionRecord, StoredResponse, is_session_id
 from kvferry.shared.control.messages import SessionKey

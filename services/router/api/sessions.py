@@ -26,9 +26,6 @@ _DELETED_AT_ONCE = 16
 router = keyed_router()
 
 
-# ---- sessions --------------------------------------------------------------------------------------------
-
-
 @router.get("/v1/sessions", response_model=Listing[Session], summary="The key's sessions")
 async def list_sessions(request: Request, services: Shared) -> Any:
     return await _listing(services, request.state.owner, documents=False)
@@ -74,9 +71,6 @@ async def delete_session(request: Request, services: Shared, session_id: str) ->
     return await _delete(services, _named_session(request))
 
 
-# ---- documents -------------------------------------------------------------------------------------------
-
-
 @router.post("/v1/documents", response_model=Document, summary="Prefill a document for sessions")
 async def create_document(request: Request, services: Shared, body: documents.DocumentRequest) -> Any:
     key = document_key(request.state.owner, body.id or f"doc-{secrets.token_hex(8)}")
@@ -97,9 +91,6 @@ async def get_document(request: Request, services: Shared, document_id: str) -> 
 @router.delete("/v1/documents/{document_id:path}", summary="Delete a document")
 async def delete_document(request: Request, services: Shared, document_id: str) -> Deleted:
     return await _delete(services, _named_document(request))
-
-
-# ---- everything that a key has stored --------------------------------------------------------------------
 
 
 @router.delete("/v1/keys/{key_hash}/data", summary="Delete all that an API key stored; needs a key for admin")
@@ -132,8 +123,6 @@ async def _delete_if_there(services: Services, key: SessionKey) -> bool:
         return False
     return True
 
-
-# ---- both ------------------------------------------------------------------------------------------------
 
 # Ids are read from the path itself, because the framework's pattern drops a trailing newline.
 

@@ -243,8 +243,6 @@ class Completion:
                 )
             )
 
-    # ---- turns -------------------------------------------------------------------------------------------
-
     async def _run_choices(self, prompt: Prompt, commit: _Commit | None) -> None:
         """Run all turns to their ends. At the deadline, or after `cancel`, a session's stream has a little
         more time to return the delivered tokens to the history.

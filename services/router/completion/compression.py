@@ -86,10 +86,7 @@ class PlanChooser:
     async def choose(
         self, wanted: KvCompression | None, prompt_token_ids: Sequence[int], model: ModelSpec
     ) -> ChosenPlan:
-        """Return the plan of one prompt.
-
-        Raises: InvalidRequest naming `kv_compression` or its field.
-        """
+        """Return the plan of one prompt. Raises: InvalidRequest naming `kv_compression` or its field."""
         wanted = wanted or KvCompression()
         method = self.default_method(model) if wanted.method is None else wanted.method
         if method not in self.allowed:
@@ -145,8 +142,6 @@ class PlanChooser:
             budget = self._default_budget
         return plan_for(method, budget=budget, overrides=wanted.parameters)
 
-
-# ---- what it cost ----------------------------------------------------------------------------------------
 
 _T = TypeVar("_T")
 Each: TypeAlias = _T | list[_T | None]
@@ -207,7 +202,6 @@ _ADDED: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def of_prompts(reports: Sequence[KvReport]) -> KvReport:
-    """Return the report of several prompts, of which there is at least one."""
     return cast(KvReport, _together(reports))
 
 

@@ -9,12 +9,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, field_validat
 from pydantic_core import PydanticCustomError
 
 from kvferry.services.router.completion import refused_fields
-from kvferry.services.router.completion.engine_fields import (
-    AgentHint,
-    CacheControl,
-    ChatFields,
-    EngineFields,
-)
+from kvferry.services.router.completion.engine_fields import AgentHint, CacheControl, ChatFields, EngineFields
 from kvferry.services.router.completion.requests import (
     ChatRequest,
     Content,
@@ -27,7 +22,7 @@ from kvferry.services.router.completion.requests import (
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, LeftOut, ToolName
 from kvferry.services.router.completion.translation import Names, chat_request
-from kvferry.services.router.http.body import ClientModel, Range
+from kvferry.services.router.http.body import ClientModel, Range, type_of
 from kvferry.services.router.sessions.record import SessionId
 
 _NAMES = {
@@ -75,8 +70,7 @@ _LEFT_OUT = ("redacted_thinking", "server_tool_use", "compaction")
 
 
 def _kind(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    if not isinstance(kind, str):
+    if (kind := type_of(block)) is None:
         return None
     if kind in _LEFT_OUT or (kind.endswith("_tool_result") and kind != "tool_result"):
         return "left_out"
@@ -118,16 +112,11 @@ class ClientTool(ClientModel):
         return {"type": "function", "function": shown}
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "other" if isinstance(kind, str) and kind != "custom" else "custom"
-
-
 ClientTools = Annotated[
     list[
         Annotated[
             Annotated[ClientTool, Tag("custom")] | Annotated[LeftOut, Tag("other")],
-            Discriminator(_tool_kind),
+            Discriminator(lambda tool: "custom" if type_of(tool) in ("custom", None) else "other"),
         ]
     ],
     Field(max_length=MAX_TOOLS),
@@ -254,9 +243,8 @@ def translate(body: MessagesRequest | CountTokensRequest) -> tuple[ChatRequest, 
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.output_config is not None and (form := body.output_config.format) is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
-    if body.thinking is not None and body.thinking.display == "omitted":
-        fields["include_reasoning"] = False
     if body.thinking is not None:
+        fields["include_reasoning"] = False if body.thinking.display == "omitted" else None
         fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.cache_control is not None and body.agent_hint is None:
         fields["agent_hint"] = AgentHint(cache_control=body.cache_control)

@@ -34,12 +34,7 @@ from kvferry.services.router.sessions.record import SessionId
 from kvferry.shared.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.shared.model.chat_template import ChatMessage, normalize_role
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.sampling.params import (
-    MAX_PROMPT_ALTERNATIVES,
-    Grammar,
-    SamplingParams,
-    ThinkingBudget,
-)
+from kvferry.shared.sampling.params import MAX_PROMPT_ALTERNATIVES, Grammar, SamplingParams, ThinkingBudget
 
 if TYPE_CHECKING:
     from kvferry.services.router.completion.texts import TextRequest

@@ -21,7 +21,7 @@ from kvferry.services.router.completion.requests import (
 from kvferry.services.router.completion.structured import StructuredField
 from kvferry.services.router.completion.tools import MAX_TOOLS, CallId, LeftOut, ToolName, custom_call
 from kvferry.services.router.completion.translation import Names, chat_request
-from kvferry.services.router.http.body import ClientModel, Range, Refused
+from kvferry.services.router.http.body import ClientModel, Range, Refused, type_of
 from kvferry.shared.model.chat_template import ChatMessage
 
 _NAMES = {
@@ -125,10 +125,8 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def _tool_kind(tool: Any) -> str | None:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    if not isinstance(kind, str):
-        return None
-    return kind if kind in ("function", "namespace") else "other"
+    kind = type_of(tool)
+    return kind if kind in ("function", "namespace", None) else "other"
 
 
 _BY_KIND = Discriminator(
@@ -193,7 +191,6 @@ InputItem = Annotated[
         _kind, custom_error_type="rule", custom_error_message="must be a message or an item with a type"
     ),
 ]
-
 
 INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 

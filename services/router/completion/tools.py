@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import from_json
 
-from kvferry.services.router.http.body import ClientModel
+from kvferry.services.router.http.body import ClientModel, type_of
 
 MAX_TOOLS = 512
 ToolName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -45,16 +45,11 @@ class LeftOut(ClientModel):
         return self.type
 
 
-def is_function(tool: Any) -> str:
-    """Return which of two kinds a tool is, `function` or `other`."""
-    kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", "function")
-    return "function" if kind == "function" or not isinstance(kind, str) else "other"
-
-
 Tools = Annotated[
     list[
         Annotated[
-            Annotated[Tool, Tag("function")] | Annotated[LeftOut, Tag("other")], Discriminator(is_function)
+            Annotated[Tool, Tag("function")] | Annotated[LeftOut, Tag("other")],
+            Discriminator(lambda tool: "function" if type_of(tool) in ("function", None) else "other"),
         ]
     ],
     Field(max_length=MAX_TOOLS),

@@ -34,8 +34,6 @@ from kvferry.services.router.http.large_work import SMALL_BYTES, BodyWork
 from kvferry.shared.errors import AuthenticationFailed, InvalidRequest, Overloaded, PermissionDenied
 from kvferry.shared.process.serving import parse_address
 
-# ---- routes ----------------------------------------------------------------------------------------------
-
 
 class Authenticator:
     """Checks `Authorization: Bearer KEY`, or `X-API-Key: KEY` where there is none. A caller is known to the
@@ -300,11 +298,7 @@ _VALUES = re.compile(
 )
 """Texts, which may lack their end; runs of integers; where a value begins."""
 
-# ---- fields ----------------------------------------------------------------------------------------------
-
-
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
 
 Refused = Mapping[str, tuple[Any, ...]]
 """Fields whose effect a client would miss, each with the values that ask for nothing, beside null."""
@@ -386,6 +380,12 @@ def known_fields(value: Any) -> Any:
     fields = {field.alias or name: getattr(value, name) for name, field in type(value).model_fields.items()}
     fields |= {name: given for name, given in (value.model_extra or {}).items() if name in value.refused}
     return {name: known_fields(given) for name, given in fields.items() if given is not None}
+
+
+def type_of(value: Any) -> str | None:
+    """Return the `type` of a JSON object, or of a model that it has become; None where that is no text."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
 
 
 def at_most_one(*names: str) -> Callable[[ModelT], ModelT]:

@@ -145,9 +145,6 @@ def from_framework(error: Exception, method: str, path: str) -> KvferryError:
     return InvalidRequest(str(error.detail))
 
 
-# ---- fields ----------------------------------------------------------------------------------------------
-
-
 def wrong_field(refusal: RequestValidationError) -> InvalidRequest:
     """Make one field's error, with a dotted `param` (`messages[0].role`), its value and what is allowed."""
     found = [(_real_path(refusal.body, error), error) for error in refusal.errors()]

@@ -37,7 +37,6 @@ class BodyWork(Protocol):
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Return what `work` returns, or raise what it raises."""
-        ...
 
 
 class LargeWork:

@@ -196,16 +196,10 @@ REFUSALS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def session_key(owner: str, session_id: str, *, param: str) -> SessionKey:
-    """Return the key of a session.
-
-    Raises: InvalidRequest where the id is not well-formed.
-    """
+    """Return the key of a session. Raises: InvalidRequest where the id is not well-formed."""
     if not is_session_id(session_id):
         raise InvalidRequest(f"{param} is {session_id[:140]!r}; it must be {SESSION_ID_RULE}", param=param)
     return SessionKey(owner=owner, session_id=session_id)
-
-
-# ---- files -----------------------------------------------------------------------------------------------
 
 
 class FileMessage(StrictModel):
@@ -247,7 +241,6 @@ class SessionFile(StrictModel):
 
     @classmethod
     def of(cls, key: SessionKey, record: SessionRecord, model_name: str) -> Self:
-        """Make the export of a session."""
         same = {name: getattr(record, name) for name in _SAME_FIELDS}
         file = {
             "format": "kvferry.session",
@@ -261,10 +254,7 @@ class SessionFile(StrictModel):
         return cls.model_validate_json(msgspec.json.encode(file))
 
     def record(self, model: ModelSpec) -> SessionRecord:
-        """Return the session, if this server can continue it.
-
-        Raises: InvalidRequest with `param`.
-        """
+        """Return the session, if this server can continue it. Raises: InvalidRequest with `param`."""
         if self.model_fingerprint != model.fingerprint:
             raise InvalidRequest(
                 f"model_fingerprint is {self.model_fingerprint!r}; this server's model {model.name!r} has "

@@ -104,8 +104,6 @@ class RedisRecords:
         self._writes_parts: bool | None = None
         """Whether all routers read parts; None until it is asked."""
 
-    # ---- leases ------------------------------------------------------------------------------------------
-
     async def acquire(
         self, key: SessionKey, token: str, lease_s: float, *, known: SessionRecord | None = None
     ) -> Stored | None:
@@ -189,8 +187,6 @@ class RedisRecords:
             scripts.REGISTER, registers, self._name, _ms(_FORGET_ROUTER_S)
         )
 
-    # ---- reading -----------------------------------------------------------------------------------------
-
     async def read(self, key: SessionKey, *, known: SessionRecord | None = None) -> Stored:
         """Read a session. Args: known: as for `acquire`."""
         commit_id = known.commit_id if known is not None else ""
@@ -268,8 +264,6 @@ class RedisRecords:
             raise StoreUnavailable(
                 f"session {key.session_id!r} cannot be decrypted: {error}", reason="key"
             ) from None
-
-    # ---- calls -------------------------------------------------------------------------------------------
 
     def _put_arguments(self, key: SessionKey, written: WrittenRecord) -> list[str | bytes | int]:
         record = written.record

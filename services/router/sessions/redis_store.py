@@ -118,8 +118,6 @@ class RedisSessionStore(SessionStore):
         self._next_cleaning_s = 0.0
         self._next_compared = 0
 
-    # ---- leases ------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def lease(self, key: SessionKey, *, needs_record: bool = True) -> AsyncIterator[RedisLease]:
         """Lease as in memory. Raises: SessionNotStored: the last turn is missing and its record needed."""
@@ -264,8 +262,6 @@ class RedisSessionStore(SessionStore):
         # A lease that cannot be released now expires.
         with suppress(StoreUnavailable):
             await self._records.release(key, token)
-
-    # ---- records -----------------------------------------------------------------------------------------
 
     async def get(self, key: SessionKey) -> SessionRecord:
         """Return a record as in memory; the copy here if Redis is down or has lost it."""

@@ -307,7 +307,6 @@ class SessionStore:
         }
 
     def _idle(self) -> dict[SessionKey, SessionRecord]:
-        """Return the records of sessions that no request has or waits for."""
         return {
             key: entry.record
             for key, entry in self._entries.items()

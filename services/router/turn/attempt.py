@@ -314,8 +314,6 @@ class Attempt:
             reason=OTHER_RELEASE,
         )
 
-    # ---- prefill -----------------------------------------------------------------------------------------
-
     async def _redirect(self, ticket: Ticket) -> None:
         """Have prefill ship what it has to another worker's ticket. If it cannot, the attempt fails."""
         self._is_redirecting = True
@@ -385,8 +383,6 @@ class Attempt:
             if self._shipping.done():
                 return
             await self._await_news(self._shipping)
-
-    # ---- decode ------------------------------------------------------------------------------------------
 
     def _generate(self) -> AsyncGenerator[GenerateEvent, None]:
         session = self._request.session

@@ -18,11 +18,7 @@ import xxhash
 from kvferry.services.router.turn.attempt import TurnStats
 from kvferry.services.router.turn.worker_pool import ClientT, Worker, WorkerPool, fits
 from kvferry.shared.control.calls import DecodeControl, PrefillControl
-from kvferry.shared.control.messages import (
-    CommitTurnRequest,
-    PrefixRequest,
-    SessionKey,
-)
+from kvferry.shared.control.messages import CommitTurnRequest, PrefixRequest, SessionKey
 from kvferry.shared.errors import KvferryError, Overloaded
 from kvferry.shared.history.records import block_hashes
 from kvferry.shared.model.spec import ModelSpec
@@ -31,7 +27,6 @@ from kvferry.shared.telemetry.metrics import RouterMetrics
 _COMMIT_TIMEOUT_S = 10.0
 _DROP_TIMEOUT_S = 2.0
 _PREFIX_TIMEOUT_S = 0.5
-_PENDING_TIMEOUT_S = 1.0
 
 _Answer = TypeVar("_Answer")
 

@@ -46,7 +46,6 @@ _FOREIGN = ("damaged", "bad_answer")
 """Reasons for which an answer is not understood: the worker may be of another release."""
 _RESOLVE_TIMEOUT_S = 5.0
 
-
 ClientT = TypeVar("ClientT", bound=WorkerControl)
 
 
@@ -101,7 +100,7 @@ class _Ready(Generic[ClientT]):
     """The ready workers of one model, or of all, as a ring: in the order of their addresses' digests."""
 
     def __init__(self, workers: Iterable[Worker[ClientT]]) -> None:
-        ring = sorted((xxhash.xxh3_64_intdigest(it.address.encode()), it.address, it) for it in workers)
+        ring = sorted((xxhash.xxh3_64_intdigest(one.address.encode()), one.address, one) for one in workers)
         self.places = tuple(place for place, _, _ in ring)
         self.workers = tuple(worker for _, _, worker in ring)
         self.versions = Counter(worker.version for worker in self.workers)
@@ -207,7 +206,7 @@ class WorkerPool(Generic[ClientT]):
         """Return the workers' models, and how many workers have each."""
         if ready_only not in self._models:
             workers = self.ready_workers() if ready_only else self.workers()
-            self._models[ready_only] = Counter(it.model for it in workers if it.model is not None)
+            self._models[ready_only] = Counter(worker.model for worker in workers if worker.model is not None)
         return self._models[ready_only]
 
     def kernel_paths(self) -> dict[str, list[str]]:

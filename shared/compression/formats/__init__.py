@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.shared.compression.formats.compacting import CompactingCache, NaiveCompacting, selected_segments
-from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, NaiveLayer, Tensors
+from kvferry.shared.compression.formats.compacting import CompactingCache, selected_segments
+from kvferry.shared.compression.formats.interface import Encoded, LayerCache, LayerFormat, Tensors
 from kvferry.shared.compression.formats.kivi import Kivi
 from kvferry.shared.compression.formats.ragged import Ragged
 from kvferry.shared.compression.formats.rdkv import Rdkv
@@ -77,7 +77,6 @@ def make_formats(
             formats.append(formats[first])
             continue
         _check_format(number, layer.representation.name, spec_of_layer)
-        its_class = format_class(layer.representation)
         heads = spec.heads(number)
         shape = LayerShape(
             num_prompt_tokens=resolved.num_prompt_tokens,
@@ -91,7 +90,7 @@ def make_formats(
             fingerprint=spec.fingerprint,
             state=spec_of_layer.state,
         )
-        fmt = its_class.of(resolved.plan, layer, shape)
+        fmt = format_class(layer.representation).of(resolved.plan, layer, shape)
         if layer.generated is not None:
             fmt = replace(fmt, segments=selected_segments(resolved.plan, layer.generated))
         formats.append(fmt)
@@ -121,12 +120,6 @@ def compacted(cache: LayerCache) -> LayerCache:
     """Return a layer that `LayerFormat.open` made, with its new rows compacted as its format says."""
     segments = cache.format.segments
     return cache if segments is None else CompactingCache(cache, segments)
-
-
-def naive_layer(fmt: LayerFormat, tensors: Tensors) -> NaiveLayer:
-    """Make the layer of `LayerFormat.naive`, with its new rows compacted as the format says."""
-    inner = fmt.naive(tensors)
-    return inner if fmt.segments is None else NaiveCompacting(fmt.segments, inner)
 
 
 def num_observed_queries(

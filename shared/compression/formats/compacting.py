@@ -75,7 +75,6 @@ class Segments(ABC):
         return {_QUERIES: self._queries(shape)}
 
     def _queries(self, shape: LayerShape) -> TensorSpec:
-        """Return the spec of the current segment's last queries."""
         size = (shape.num_kv_heads, shape.group_size, self.window, shape.head_dim)
         return TensorSpec(shape=size, dtype=shape.dtype)
 
@@ -182,8 +181,8 @@ def with_segments(layer: LayerPlan, generated: Part, sizing: Sizing) -> LayerPla
     # the last token of a completion never gets a row, and a full segment stays until one more row comes
     if kept >= segment or sizing.max_new_tokens - 2 < segment or layer == LayerPlan(rows=num_tokens):
         return layer
-    params = {"segment_tokens": segment, "kept_rows": kept}
-    return replace(layer, generated=Part(name=scorer.name, params=dict(params)))
+    params: dict[str, ParamValue] = {"segment_tokens": segment, "kept_rows": kept}
+    return replace(layer, generated=Part(name=scorer.name, params=params))
 
 
 def _scorer_and_size(generated: Part) -> tuple[Part, ParamValue]:
@@ -269,39 +268,3 @@ class CompactingCache(LayerCache):
 
     def used_bytes(self, num_appended: int) -> int:
         return self.inner.used_bytes(num_appended)
-
-
-class NaiveCompacting(NaiveLayer):
-    """The inner format's naive layer, given all new rows again whenever a segment is compacted."""
-
-    def __init__(self, segments: Segments, inner: NaiveLayer) -> None:
-        self._segments = segments
-        self._inner = inner
-        self._selected: list[tuple[Tensor, Tensor]] = []
-        self._current: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def attend(
-        self, queries: Tensor, key: Tensor, value: Tensor, *, scaling: Scaling, dense: bool = False
-    ) -> Tensor:
-        if len(self._current) == self._segments.segment_tokens:
-            self._compact(scale_of(scaling))
-        self._current = [*self._current, (queries.clone(), key, value)]
-        return self._inner.attend(queries, key, value, scaling=scaling, dense=dense)
-
-    def append(self, queries: Tensor, key: Tensor, value: Tensor) -> None:
-        """Append a row to the first segment, which has room, without attention."""
-        self._current = [*self._current, (queries, key, value)]
-        self._inner.new_rows += ((key, value),)
-
-    def _compact(self, scaling: float) -> None:
-        queries, keys, values = (torch.stack(tensors, -2) for tensors in zip(*self._current, strict=True))
-        observed = queries[:, :, queries.shape[2] - self._segments.window :].contiguous()
-        stay = self._segments.compact(self._inner, observed, keys, values, scaling=scaling)
-        self._selected = [*self._selected, stay]
-        self._current = []
-        self._inner.replace_new_rows(*(torch.cat(parts, 1) for parts in zip(*self._selected, strict=True)))
-
-    def fork(self) -> NaiveCompacting:
-        other = NaiveCompacting(self._segments, self._inner.fork())
-        other._selected, other._current = self._selected, self._current
-        return other

@@ -14,13 +14,12 @@ from typing import TypeVar
 
 import torch
 
-from kvferry.shared.compression.formats.compacting import CompactingCache, NaiveCompacting
+from kvferry.shared.compression.formats.compacting import CompactingCache
 from kvferry.shared.compression.formats.interface import (
     Encoded,
     InvalidTensors,
     LayerCache,
     LayerFormat,
-    NaiveLayer,
     Specs,
     Tensors,
     chunked,
@@ -29,7 +28,7 @@ from kvferry.shared.compression.interface import Ahead, TensorSpec
 
 _PREFIX = "draft_"
 _QUERIES = "queries"
-_Its = TypeVar("_Its")
+_Entry = TypeVar("_Entry")
 
 
 def with_draft(fmt: LayerFormat, encoded: Encoded, ahead: Ahead) -> Encoded:
@@ -47,7 +46,7 @@ def with_draft(fmt: LayerFormat, encoded: Encoded, ahead: Ahead) -> Encoded:
     )
 
 
-def split(named: Mapping[str, _Its]) -> tuple[dict[str, _Its], dict[str, _Its]]:
+def split(named: Mapping[str, _Entry]) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
     """Split entries into the format's own and a draft's, whose names lose their prefix.
 
     Raises: InvalidTensors: a draft's entries come before others.
@@ -104,12 +103,3 @@ def begin_with_draft(cache: LayerCache, drafted: Tensors) -> None:
     for rows, name in zip(cache.new_rows(), cache.format.shape.row_names, strict=False):
         rows[:, : drafted[name].shape[1]] = drafted[name]
     cache.new_rows_changed(drafted["keys"].shape[1])
-
-
-def append_naively(layer: NaiveLayer, ahead: Ahead, number: int) -> None:
-    """Give the oracle's layer the row of a draft's next token. Args: number: that token's index."""
-    row = ahead.keys[:, number], ahead.values[:, number]
-    if isinstance(layer, NaiveCompacting):
-        layer.append(ahead.queries[:, :, number], *row)
-    else:
-        layer.new_rows += (row,)

@@ -148,8 +148,8 @@ class Evicting(LayerFormat):
         numbers = tensors["state"].tensor_split([self.shape.num_kv_heads * self.rows])
         scores, thresholds = (flat.tensor_split(num_parts) for flat in numbers)
         return [
-            {**part, "state": torch.cat([its_scores, its_thresholds])}
-            for part, its_scores, its_thresholds in zip(parts, scores, thresholds, strict=True)
+            {**part, "state": torch.cat(state)}
+            for part, *state in zip(parts, scores, thresholds, strict=True)
         ]
 
     def kept_bytes(self, prompt_bytes: int | None = None) -> int:

@@ -28,10 +28,7 @@ from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.softmax import Scaling
 from kvferry.shared.compression.formats.rules import FormatRules
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, TensorSpec, gather_rows
-from kvferry.shared.compression.plan import (
-    CompressionPlan,
-    LayerPlan,
-)
+from kvferry.shared.compression.plan import CompressionPlan, LayerPlan
 
 if TYPE_CHECKING:
     from kvferry.shared.compression.formats.compacting import Segments
@@ -163,7 +160,6 @@ class LayerCache(ABC):
         return dict(zip(self.format.shape.row_names, self.generated_rows(num_appended), strict=False))
 
     def used_bytes(self, num_appended: int) -> int:
-        """Count the bytes in use after `num_appended` tokens."""
         return self.format.used_bytes(num_appended)
 
 
@@ -195,10 +191,6 @@ class NaiveLayer(ABC):
         self.new_rows += ((key, value),)
         keys, values = (torch.stack(rows, 1) for rows in zip(*self.new_rows, strict=True))
         return keys, values
-
-    def replace_new_rows(self, keys: Tensor, values: Tensor) -> None:
-        """Continue with these rows `[H_kv, m, D]` of new tokens."""
-        self.new_rows = tuple(zip(keys.unbind(1), values.unbind(1), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,11 +180,11 @@ class PackedFormat(LayerFormat):
         offsets, parts = dict.fromkeys(KINDS, 0), list[Tensors]()
         for first in range(0, self.shape.num_kv_heads, size):
             heads = layout.heads[first : first + size]
-            its_layout = packed_layout(heads, self.shape.head_dim, num_tokens=layout.num_tokens)
-            its_counts = counts[first * _HEAD_COUNTS : (first + size) * _HEAD_COUNTS]
-            part = {"layout": torch.tensor([version, *its_counts], dtype=torch.int32)}
+            part_layout = packed_layout(heads, self.shape.head_dim, num_tokens=layout.num_tokens)
+            part_counts = counts[first * _HEAD_COUNTS : (first + size) * _HEAD_COUNTS]
+            part = {"layout": torch.tensor([version, *part_counts], dtype=torch.int32)}
             for name in KINDS:
-                begin, size_bytes = offsets[name], its_layout.kinds[name][1]
+                begin, size_bytes = offsets[name], part_layout.kinds[name][1]
                 part[name] = tensors[name][begin : begin + size_bytes]
                 offsets[name] += size_bytes
             parts.append(part)
@@ -312,5 +312,4 @@ class NaivePacked(NaiveLayer):
         return attention.attend(queries, view, length=keys.shape[1], scaling=scaling)
 
     def add_segment(self, packed: PackedLayer) -> None:
-        """See `PackedCache.add_segment`."""
         self._packed += (packed,)

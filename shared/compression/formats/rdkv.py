@@ -94,8 +94,7 @@ class Rdkv(PackedFormat):
         if plan.attention.name != "dense" and segment:
             raise InvalidRequest(
                 f"format 'rdkv' packs generated tokens (rebudget_tokens {segment}), which does not go with "
-                f"attention "
-                f"{plan.attention.name!r}; rebudget_tokens must be 0",
+                f"attention {plan.attention.name!r}; rebudget_tokens must be 0",
                 param="kv_compression",
             )
 

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from kvferry.kernels.decode_batch import CachedRows
 from kvferry.kernels.softmax import Scaling, plain
-from kvferry.shared.compression.formats.interface import (
-    LayerCache,
-    LayerFormat,
-    NaiveLayer,
-    Specs,
-    Tensors,
-)
+from kvferry.shared.compression.formats.interface import LayerCache, LayerFormat, NaiveLayer, Specs, Tensors
 from kvferry.shared.compression.interface import Sizing
 from kvferry.shared.compression.plan import Budget, CompressionPlan, LayerPlan, Part
 from kvferry.shared.errors import InvalidRequest

@@ -19,12 +19,7 @@ from kvferry.kernels.packed.layout import Bound, HeadCounts, PackedLayout, packe
 from kvferry.kernels.packed.packing import Packing, begin_packing
 from kvferry.kernels.quantise import WIDTHS
 from kvferry.shared.compression.attention import make_attention, size_attention
-from kvferry.shared.compression.formats.interface import (
-    InvalidTensors,
-    Specs,
-    Tensors,
-    select_rows,
-)
+from kvferry.shared.compression.formats.interface import InvalidTensors, Specs, Tensors, select_rows
 from kvferry.shared.compression.formats.packed import PackedFormat
 from kvferry.shared.compression.interface import LayerInputs, LayerShape, Sizing, TensorSpec
 from kvferry.shared.compression.plan import Allowed, CompressionPlan, LayerPlan
@@ -121,7 +116,6 @@ def _row_bytes(head_dim: int) -> int:
 
 
 def _packed_bytes(rows: int, num_tokens: int, head_dim: int, *, k_bits: int, v_bits: int) -> int:
-    """Count the bytes of one head with `rows` packed rows of a prompt of T tokens."""
     head = _head_counts(rows, head_dim, k_bits=k_bits, v_bits=v_bits)
     return packed_layout((head,), head_dim, num_tokens=num_tokens).size_bytes
 

@@ -21,13 +21,7 @@ from kvferry.shared.compression.attention import AttentionKind, Dense
 from kvferry.shared.compression.formats.interface import InvalidTensors, Tensors
 from kvferry.shared.compression.formats.rows import NaiveRows, Rows, RowsCache
 from kvferry.shared.compression.interface import LayerInputs, LayerShape
-from kvferry.shared.compression.plan import (
-    WINDOW_FORMAT,
-    Allowed,
-    Between,
-    CompressionPlan,
-    LayerPlan,
-)
+from kvferry.shared.compression.plan import WINDOW_FORMAT, Allowed, Between, CompressionPlan, LayerPlan
 from kvferry.shared.model.spec import LayerSpec
 
 

@@ -72,7 +72,6 @@ PAPER_TABLES: Mapping[str, EpsilonTable] = {
 }
 """Table 14, every number as printed."""
 
-
 OWN_TABLE = "model"
 """The name of the served model's own table."""
 FALLBACK = "LLaMA-3.1-8B"

@@ -146,8 +146,6 @@ class FollowingRank(Ranks):
         if call.is_answered:
             self._commands.send(answer)
 
-    # ---- what the lead of every role calls ---------------------------------------------------------------
-
     @torch.inference_mode(False)  # the weights are ordinary tensors
     def load(self, path_or_id: str | Path, device: str, dtype: str, max_model_len: int) -> None:
         """Load this rank's part of a model; arguments as of `load_model`. On failure the lead is told why

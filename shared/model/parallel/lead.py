@@ -236,7 +236,6 @@ class LeadingRank(Ranks):
                 return
 
     def _read_notes(self, follower: _Follower) -> None:
-        """Read a follower's notes, on a thread for each."""
         while True:
             try:
                 note = follower.notes.recv()

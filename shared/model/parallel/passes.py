@@ -41,7 +41,6 @@ class PartTaker(Protocol):
     def take(self, layer: int, part: Encoded | Exception) -> None:
         """Take a layer. Called for each, in order, and again from the first one if the pass is run again.
         Raises nothing. Args: part: the layer, or why it cannot be compressed."""
-        ...
 
 
 class RankPrefillPass(PrefillPass):
@@ -81,7 +80,6 @@ class RankPrefillPass(PrefillPass):
         self.is_lead_alone = False
 
     def _history(self, layer: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the history of this rank's heads."""
         history = None
         with self._lead_alone():
             if self._observer is not None:

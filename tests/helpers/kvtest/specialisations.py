@@ -16,7 +16,6 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.services.decode.slots import StepRunner
 from kvferry.services.decode.step import StepInput
 from kvferry.shared.cache.arena import ByteArena, sequence_layout
@@ -32,6 +31,7 @@ from kvferry.shared.sampling.params import SamplingParams
 from kvferry.shared.sampling.sampler import SequenceSampler
 from kvferry.tools.kernel_cache.compile import rehearse_worker
 from kvferry.tools.kernel_cache.random_model import random_model
+from kvferry.tools.kernel_cache.rehearsal import GPUS, rehearsal
 from kvferry.tools.kernel_cache.shapes import Shape
 
 MAX_MODEL_LEN = 8192

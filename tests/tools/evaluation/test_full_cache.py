@@ -14,6 +14,7 @@ from kvferry.services.launcher import cli
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation.config import EvalConfig
+from kvferry.tools.evaluation.distance import DistantModel
 from kvferry.tools.evaluation.experiment import FULL, read_experiment
 from kvferry.tools.evaluation.runner import UnitRunner
 from kvferry.tools.evaluation.summary import Cell, Scores, wilson_half_width
@@ -32,36 +33,29 @@ def exact(model: TransformersModel, tokenizer: ChatTokenizer, **options: object)
     return [record.turns[-1].exact for record in records]
 
 
-@pytest.fixture
-def unshifted(model: TransformersModel) -> TransformersModel:
-    """The module's model, in which an earlier test's gap no longer counts."""
-    model.skip_positions(0, 0)
-    return model
-
-
 def test_shipped_model_finds_a_needle_in_512_tokens(
-    unshifted: TransformersModel, tokenizer: ChatTokenizer
+    model: TransformersModel, tokenizer: ChatTokenizer
 ) -> None:
-    found = exact(unshifted, tokenizer, tasks="single_needle", lengths="512", examples=24)
+    found = exact(model, tokenizer, tasks="single_needle", lengths="512", examples=24)
     assert sum(found) >= 0.9 * len(found)
 
 
 @torch.no_grad()
 def test_a_right_answer_is_what_transformers_decodes_greedily(
-    demo_model_dir: Path, unshifted: TransformersModel, tokenizer: ChatTokenizer
+    demo_model_dir: Path, model: TransformersModel, tokenizer: ChatTokenizer
 ) -> None:
     """Token by token through transformers: right answers are the same ones."""
-    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
     greedy = []
     for seed in range(6):
         example = TASKS["multi_key_dense"].example(num_tokens=256, seed=seed)
         prompt = torch.tensor([example.prompt_token_ids])
         wanted = example.answer_token_ids
-        out = model.generate(
+        out = reference.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=len(wanted), do_sample=False
         )
         greedy.append(out[0, prompt.shape[1] :].tolist() == wanted)
-    assert exact(unshifted, tokenizer, tasks="multi_key_dense", lengths="256", examples=6) == greedy
+    assert exact(model, tokenizer, tasks="multi_key_dense", lengths="256", examples=6) == greedy
 
 
 @torch.no_grad()
@@ -99,7 +93,8 @@ def test_a_gap_moves_logits_as_the_training_network_has_them(
         last = torch.tensor([[len(prompt) - 1]])
         hidden = network.hidden(prompt[None], last, position_ids=positions[None])[0, -1]
         wanted = hidden @ network.embed_tokens.weight.T
-    model.skip_positions(first, 2000)
+    distant = DistantModel(model)
+    distant.skip_positions(first, 2000)
 
     class Nothing:
         def history(self, layer: int) -> None:
@@ -109,14 +104,14 @@ def test_a_gap_moves_logits_as_the_training_network_has_them(
             pass
 
     torch.testing.assert_close(
-        model.prefill(prompt, start=0, observer=Nothing()), wanted, atol=2e-3, rtol=1e-3
+        distant.prefill(prompt, start=0, observer=Nothing()), wanted, atol=2e-3, rtol=1e-3
     )
 
 
-def test_seeds_are_counted_from_the_first(unshifted: TransformersModel, tokenizer: ChatTokenizer) -> None:
+def test_seeds_are_counted_from_the_first(model: TransformersModel, tokenizer: ChatTokenizer) -> None:
     def correct(first_seed: int, examples: int) -> list[bool]:
         return exact(
-            unshifted,
+            model,
             tokenizer,
             tasks="multi_value_plain",
             lengths="256",
@@ -173,7 +168,7 @@ def test_the_full_cache_has_a_table_by_task_and_length() -> None:
 
 
 def test_a_training_checkpoint_is_judged_as_the_model_exported_from_it(
-    demo_model_dir: Path, unshifted: TransformersModel, tokenizer: ChatTokenizer, tmp_path: Path
+    demo_model_dir: Path, model: TransformersModel, tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
     network = load_folder(demo_model_dir)
     checkpoint = tmp_path / "checkpoint.pt"
@@ -184,7 +179,7 @@ def test_a_training_checkpoint_is_judged_as_the_model_exported_from_it(
     assert caught.value.code == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text())
     (cell,) = result["cells"]
-    found = exact(unshifted, tokenizer, tasks="multi_value_plain", lengths="256:6")
+    found = exact(model, tokenizer, tasks="multi_value_plain", lengths="256:6")
     assert cell["scores"]["accuracy"] == pytest.approx(sum(found) / 6)
     assert (result["model"], result["examples"], result["gap"]) == ("checkpoint.pt", {"256": 6}, 0)
     assert "| task | 256 |" in (tmp_path / "out" / "results.md").read_text()

@@ -13,10 +13,10 @@ import sys
 import torch
 
 from kvferry.kernels.cases import op_checks
-from kvferry.kernels.rehearsal import GPUS, rehearsal
 from kvferry.shared.device.self_test import model_shapes
 from kvferry.tools.kernel_cache.compile import small
 from kvferry.tools.kernel_cache.random_model import random_model
+from kvferry.tools.kernel_cache.rehearsal import GPUS, rehearsal
 from kvferry.tools.kernel_cache.shapes import SHIPPED
 
 _MEMORY = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|tensormap|griddepcontrol)\.(?!param)[\w.]+")

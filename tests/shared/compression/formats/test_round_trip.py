@@ -15,7 +15,7 @@ from torch import Tensor
 from kvferry.baselines.think import Think
 from kvferry.shared.cache.arena import header_of
 from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.formats import FORMATS, naive_layer
+from kvferry.shared.compression.formats import FORMATS
 from kvferry.shared.compression.formats.evicting import Evicting
 from kvferry.shared.compression.formats.interface import InvalidTensors, LayerFormat
 from kvferry.shared.compression.formats.rdkv import PackedSegments, Rdkv
@@ -28,6 +28,7 @@ from kvferry.shared.compression.plan import Budget
 from kvferry.shared.compression.presets import plan_for
 from kvferry.shared.compression.resolve import resolve_plan
 from kvferry.shared.model.spec import LayerSpec
+from kvferry.tools.oracle_decode import naive_layer
 
 BUDGET, NEW_TOKENS = 41, 45
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
