@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvferry.shared.process.config import WorkerSettings
 from kvferry.shared.process.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
@@ -74,15 +74,6 @@ class DecodeConfig(WorkerSettings):
     heartbeat_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"
     )
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.shadow_check and self.tensor_parallel > 1:
-            raise ValueError(
-                f"shadow_check is {self.shadow_check} with tensor_parallel {self.tensor_parallel}; it must "
-                "be 0: each rank has a part of a sequence only"
-            )
-        return self
 
 
 def arena_size_bytes(config: DecodeConfig, device: torch.device, *, num_ranks: int) -> int:

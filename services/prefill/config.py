@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.process.config import HistoryBits, StoredSettings, WorkerSettings
@@ -30,12 +30,6 @@ class PrefillConfig(WorkerSettings, StoredSettings):
     history_bits: Annotated[HistoryBits, HISTORY] = Field(
         "model",
         description="bits per value of stored history; model: as computed. Fewer bits cost accuracy",
-    )
-    history_redis: Annotated[str, HISTORY] = Field(
-        "", repr=False, description="URL of a Redis that also stores history; empty: none"
-    )
-    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
-        2.0, gt=0, description="timeout of one Redis call; a turn waits at most five times that"
     )
     history_redis_bytes: Annotated[Bytes, HISTORY] = Field(
         0, ge=0, description="limit on history in Redis; 0: no limit"
@@ -65,15 +59,6 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         ge=1,
         description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
     )
-
-    @model_validator(mode="after")
-    def _is_calibrated_in_one_process(self) -> Self:
-        if self.calibrate and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} with calibrate; it must be 1, or the model be "
-                "calibrated with kvferry calibrate"
-            )
-        return self
 
 
 def history_size_bytes(config: PrefillConfig) -> int:
