@@ -119,7 +119,7 @@ class StoredSettings(TracedSettings):
     history_redis: Annotated[str, HISTORY] = Field(
         "",
         repr=False,
-        description="URL of a Redis that stores sessions and history, for all routers and workers; empty: none",
+        description="URL of a Redis that stores sessions and history, for all services; empty: none",
     )
     history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
         2.0, gt=0, description="timeout of one Redis call; a turn waits for history at most five times that"
