@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import structlog
-import torch
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -56,14 +55,20 @@ def check_device(device: str) -> None:
     Args: device: as a worker's option.
     Raises: ConfigurationError.
     """
+    import torch
+
     if torch.cuda.is_available() or not device.startswith(("cuda", "auto")):
         return
-    driver = driver_version()
-    problem = driver_problem(driver, torch.version.cuda)
     if device.startswith("cuda"):
-        reason = (
-            problem or "the driver fits, so look at nvidia-smi, CUDA_VISIBLE_DEVICES and the devices' state"
-        )
-        raise ConfigurationError(f"device is {device!r}, and torch finds no CUDA device: {reason}")
-    if driver is not None:
-        _log.warning("this machine has an NVIDIA driver, and the model runs on the CPU", reason=problem or "")
+        raise no_cuda(device, torch.version.cuda)
+    if (driver := driver_version()) is not None:
+        reason = driver_problem(driver, torch.version.cuda) or ""
+        _log.warning("this machine has an NVIDIA driver, and the model runs on the CPU", reason=reason)
+
+
+def no_cuda(device: str, cuda: str | None) -> ConfigurationError:
+    """Return the error of a CUDA device that there is not. Args: cuda: as of `driver_problem`."""
+    reason = driver_problem(driver_version(), cuda) or (
+        "the driver fits, so look at nvidia-smi, CUDA_VISIBLE_DEVICES and the devices' state"
+    )
+    return ConfigurationError(f"device is {device!r}, and torch finds no CUDA device: {reason}")

@@ -17,8 +17,9 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model import adapters
 from kvferry.shared.model.bridge import PrefillPass, attention_forward
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.model_types import MODEL_TYPES
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.support import MODEL_TYPES, check_config
+from kvferry.shared.model.support import check_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV32", {}, "an indexer selects .* in layer 0"),
