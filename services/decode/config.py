@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.config import WorkerSettings
 from kvferry.shared.process.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _CPU_ARENA_BYTES = 1 << 30
 _CUDA_ARENA_FRACTION = 0.5
+GROWTH_TOKENS = 64
+"""Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
 
 
 class DecodeConfig(WorkerSettings):
@@ -74,6 +77,18 @@ class DecodeConfig(WorkerSettings):
     heartbeat_timeout_s: Annotated[Seconds, TIMEOUTS] = Field(
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"
     )
+
+
+def check_arena(config: DecodeConfig, least: int) -> None:
+    """Check that a sequence has room. Args: least: bytes that GROWTH_TOKENS tokens take at least.
+
+    Raises: ConfigurationError.
+    """
+    if 0 < config.arena_bytes < least:
+        raise ConfigurationError(
+            f"arena_bytes is {config.arena_bytes}; it must be at least {least}, which {GROWTH_TOKENS} tokens "
+            "of this model take, and more for long prompts"
+        )
 
 
 def arena_size_bytes(config: DecodeConfig, device: torch.device, *, num_ranks: int) -> int:

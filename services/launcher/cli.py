@@ -8,10 +8,12 @@ Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -23,6 +25,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.command_line import CommandLine, run_app
+from kvferry.shared.process.config import Settings, TracedSettings
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
@@ -32,11 +35,22 @@ from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
 
+COMMANDS = "Commands"
 TOOLS = "Measuring and training"
 SERVICES = "Single services"
 OPERATING = "Operating"
 
-command_line = CommandLine("kvferry", "Long-context chat whose KV cache is compressed before it travels.")
+
+def _check(config: Settings, name: str) -> None:
+    if isinstance(config, TracedSettings):
+        from kvferry.services.launcher.checks import check
+
+        check(config, name)
+
+
+command_line = CommandLine(
+    "kvferry", "Long-context chat whose KV cache is compressed before it travels.", check=_check
+)
 app, command = command_line.app, command_line.command
 calibrate = App(
     name="calibrate",
@@ -65,174 +79,75 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_app(app, given)
 
 
-# A command imports what it runs when it runs: `kvferry --help` should not wait for torch.
+# A command imports what it runs when it runs: neither `kvferry --help` nor a mistake should wait for torch.
 
 
-@command(ServeConfig, hidden=HIDDEN_FROM_SERVE)
-def serve(config: ServeConfig) -> int:
-    """Run router, prefill and decode on this machine; takes the options of all three."""
-    from kvferry.services.launcher.serve import serve
-    from kvferry.shared.model.checkpoint import resolve_model_path
+def _runner(name: str, target: str, text: str) -> Callable[[Settings], int | None]:
+    """Make a command of a function of settings. Args: target: MODULE:FUNCTION within kvferry."""
 
-    # Not in the services, which have less time to start than a download may take, nor in the event loop.
-    resolve_model_path(config.model, weights=True)
-    return asyncio.run(serve(config))
+    def run(config: Settings) -> int | None:
+        module, _, function = target.partition(":")
+        done = getattr(import_module(f"kvferry.{module}"), function)(config)
+        code: int | None = asyncio.run(done) if inspect.iscoroutine(done) else done
+        return code
 
-
-@command(ChatConfig)
-def chat(config: ChatConfig) -> int:
-    """Chat with a router in the terminal, in a session; type /help for its commands."""
-    from kvferry.tools.chat.conversation import chat
-
-    return asyncio.run(chat(config))
+    run.__name__, run.__doc__ = name, text
+    return run
 
 
-@app.command
-def launch(name: str, *, url: str = "http://127.0.0.1:8000", api_key: str = "", write: bool = False) -> int:
-    """Print the configuration with which an agent or chat program uses a router, or write it.
+_COMMANDS: tuple[tuple[str, type[Settings], str, str, Collection[str], str], ...] = (
+    ("serve", ServeConfig, "services.launcher.serve:run", COMMANDS, HIDDEN_FROM_SERVE,
+     "Run router, prefill and decode on this machine; takes the options of all three."),
+    ("chat", ChatConfig, "tools.chat.conversation:chat", COMMANDS, (),
+     "Chat with a router in the terminal, in a session; type /help for its commands."),
+    ("bench", BenchConfig, "tools.bench.command:bench", TOOLS, (),
+     "Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."),
+    ("plan", PlanConfig, "tools.plan.command:run", TOOLS, PLAN_HIDDEN,
+     "Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."),
+    ("doctor", DoctorConfig, "tools.doctor.command:run", TOOLS, (),
+     "Check this machine for the workers: device, memory, kernels, links; says what to change."),
+    ("compile", CompileConfig, "tools.kernel_cache.command:run", TOOLS, (),
+     "Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."),
+    ("eval", EvalConfig, "tools.evaluation.command:run", TOOLS, HIDDEN_OPTIONS,
+     "Measure what compression costs in accuracy; lists are comma-separated."),
+    ("sessions", StoredConfig, "tools.operate.command:sessions", OPERATING, (),
+     "List an API key's sessions, or delete one."),
+    ("documents", StoredConfig, "tools.operate.command:documents", OPERATING, (),
+     "List an API key's documents, or delete one."),
+    ("keys", KeysConfig, "tools.operate.command:keys", OPERATING, (),
+     "List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."),
+    ("router", RouterConfig, "services.router.server:run", SERVICES, (), "Serve the OpenAI HTTP API."),
+    ("decode", DecodeConfig, "services.decode.server:run", SERVICES, (),
+     "Receive compressed KV and generate."),
+)  # fmt: skip
+"""Name, settings, the function that is run, heading, hidden options, help."""
 
-    Parameters
-    ----------
-    name
-        claude, codex, opencode, aider, continue, cline, open-webui, llm or litellm.
-    url
-        Address of the router.
-    api_key
-        API key that the program is to send, if the router wants one.
-    write
-        Write it to the program's file, which must not exist, in place of printing it.
-    """
-    from kvferry.tools.launch import launch
-
-    return launch(name, url=url, api_key=api_key, write=write)
-
-
-@command(BenchConfig, group=TOOLS)
-def bench(config: BenchConfig) -> int:
-    """Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."""
-    from kvferry.tools.bench.command import bench
-
-    return asyncio.run(bench(config))
-
-
-@command(PlanConfig, group=TOOLS, hidden=PLAN_HIDDEN)
-def plan(config: PlanConfig) -> int:
-    """Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."""
-    from kvferry.tools.plan.command import run
-
-    return run(config)
-
-
-@command(DoctorConfig, group=TOOLS)
-def doctor(config: DoctorConfig) -> int:
-    """Check this machine for the workers: device, memory, kernels, links; says what to change."""
-    from kvferry.tools.doctor.command import run
-
-    return run(config)
-
-
-@command(CompileConfig, group=TOOLS)
-def compile(config: CompileConfig) -> int:
-    """Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."""
-    from kvferry.tools.kernel_cache.command import run
-
-    return run(config)
-
-
-@command(EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)
-def eval(config: EvalConfig) -> int:
-    """Measure what compression costs in accuracy; lists are comma-separated."""
-    from kvferry.tools.evaluation.command import run
-
-    return run(config)
-
-
-@command(CalibrateConfig, parent=calibrate, is_default=True, hidden=HIDDEN_OPTIONS)
-def calibrate_model(config: CalibrateConfig) -> int:
-    from kvferry.tools.evaluation.calibrate import calibrate
-
-    return calibrate(config)
-
-
-@command(CalibrateMachineConfig, parent=calibrate)
-def machine(config: CalibrateMachineConfig) -> int:
-    """Measure how long this machine takes with a model, for kvferry plan --machine."""
-    from kvferry.tools.plan.measure import calibrate_machine
-
-    return asyncio.run(calibrate_machine(config))
-
-
-@app.command(group=TOOLS, help_flags=(), version_flags=())
-def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
-    """Train the demo model from its recipe."""
-    from kvferry.tools.recall.train import main as train
-
-    return train(arguments)
-
-
-@app.command(group=TOOLS)
-def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
-    """Make or renew the keys with which services know each other, for --certs.
-
-    Parameters
-    ----------
-    folder
-        Gets a folder for each role, and the authority's.
-    days
-        How long the certificates are valid.
-    everything
-        Replace also the authority and the keys for blocks; restart all services then.
-    """
-    from kvferry.tools.certs import run
-
-    return run(folder, days=days, everything=everything)
-
-
-@app.command(group=TOOLS)
-def new_key(name: str) -> None:
-    """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
-
-    Parameters
-    ----------
-    name
-        Its holder, as logs and metrics show it.
-    """
-    from kvferry.services.router.http.access import new_key
-
-    key, entry = new_key(name)
-    sys.stdout.write(f"{key}\n\n{entry}")
-
-
-@command(StoredConfig, group=OPERATING)
-def sessions(config: StoredConfig) -> int:
-    """List an API key's sessions, or delete one."""
-    from kvferry.tools.operate.command import stored
-
-    return stored("sessions", config)
-
-
-@command(StoredConfig, group=OPERATING)
-def documents(config: StoredConfig) -> int:
-    """List an API key's documents, or delete one."""
-    from kvferry.tools.operate.command import stored
-
-    return stored("documents", config)
-
-
-@command(KeysConfig, group=OPERATING)
-def keys(config: KeysConfig) -> int:
-    """List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."""
-    from kvferry.tools.operate.command import keys
-
-    return keys(config)
-
-
-@command(RouterConfig, group=SERVICES)
-def router(config: RouterConfig) -> None:
-    """Serve the OpenAI HTTP API."""
-    from kvferry.services.router.server import run
-
-    asyncio.run(run(config))
+for _name, _settings, _target, _group, _hidden, _text in _COMMANDS:
+    command(_settings, group=_group, hidden=_hidden)(_runner(_name, _target, _text))
+command(CalibrateConfig, parent=calibrate, is_default=True, hidden=HIDDEN_OPTIONS)(
+    _runner("calibrate", "tools.evaluation.calibrate:calibrate", "")
+)
+command(CalibrateMachineConfig, parent=calibrate)(
+    _runner(
+        "machine",
+        "tools.plan.measure:calibrate_machine",
+        "Measure how long this machine takes with a model, for kvferry plan --machine.",
+    )
+)
+app.command(
+    "kvferry.tools.launch:launch",
+    help="Print the configuration with which an agent or chat program uses a router, or write it.",
+)
+app.command(
+    "kvferry.tools.certs:certs",
+    group=TOOLS,
+    help="Make or renew the keys with which services know each other, for --certs.",
+)
+app.command(
+    "kvferry.tools.operate.command:new_key",
+    group=TOOLS,
+    help="Make an API key: prints it, once, and its entry for the router's --api-keys-file.",
+)
 
 
 @command(PrefillConfig, group=SERVICES)
@@ -248,9 +163,9 @@ def prefill(config: PrefillConfig) -> None:
     asyncio.run(run(config, calibrate))
 
 
-@command(DecodeConfig, group=SERVICES)
-def decode(config: DecodeConfig) -> None:
-    """Receive compressed KV and generate."""
-    from kvferry.services.decode.server import run
+@app.command(group=TOOLS, help_flags=(), version_flags=())
+def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Train the demo model from its recipe."""
+    from kvferry.tools.recall.train import main as train
 
-    asyncio.run(run(config))
+    return train(arguments)

@@ -9,7 +9,8 @@ sentence says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -72,42 +73,31 @@ def as_ours(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises: ConfigurationError: one that would change what is served.
     """
     ours, notes = list[str](), list[str]()
-    host, port = "", ""
-    words = iter(_apart(arguments))
-    for number, word in enumerate(words):
-        if word in ("--host", "--port"):
-            value = _value(word, words)
-            host, port = (value, port) if word == "--host" else (host, value)
-        elif word in _SAME:
-            ours += [_SAME[word], _value(word, words)]
-        elif word in _NEEDLESS:
-            notes.append(f"{word} is left out: {_NEEDLESS[word]}")
-        elif word in _DECIDED:
-            notes.append(f"{word} {_value(word, words)} is left out: {_DECIDED[word]}")
-        elif word in _REFUSED:
-            raise ConfigurationError(f"{word} is no option of kvferry serve: {_REFUSED[word]}")
-        elif not number and not word.startswith("-"):
+    address = {"--host": "", "--port": ""}
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        if not equals and name in {*address, *_SAME, *_DECIDED}:
+            if not words:
+                raise ConfigurationError(f"{name} has no value")
+            value = words.popleft()
+        if name in address:
+            address[name] = value
+        elif name in _SAME:
+            ours += [_SAME[name], value]
+        elif name in _NEEDLESS:
+            notes.append(f"{name} is left out: {_NEEDLESS[name]}")
+        elif name in _DECIDED:
+            notes.append(f"{name} {value} is left out: {_DECIDED[name]}")
+        elif name in _REFUSED:
+            raise ConfigurationError(f"{name} is no option of kvferry serve: {_REFUSED[name]}")
+        elif len(words) == len(arguments) - 1 and not word.startswith("-"):
             ours += ["--model", word]
         else:
             ours.append(word)
+    host, port = address.values()
     if host or port:
         name = f"[{host}]" if ":" in host else host or "127.0.0.1"
         ours += ["--listen", f"{name}:{port or '8000'}"]
     return ours, notes
-
-
-def _apart(arguments: Sequence[str]) -> list[str]:
-    """Split each of their options from its value: `--port=8000` becomes two words. Ours stay as they are."""
-    theirs = {"--host", "--port", *_SAME, *_NEEDLESS, *_DECIDED, *_REFUSED}
-    words = list[str]()
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        words += [name, value] if equals and name in theirs else [argument]
-    return words
-
-
-def _value(option: str, words: Iterator[str]) -> str:
-    value = next(words, None)
-    if value is None:
-        raise ConfigurationError(f"{option} has no value")
-    return value

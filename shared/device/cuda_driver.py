@@ -7,6 +7,8 @@ nobody wants on a machine with a GPU; so the reason is found here, before the mo
 from __future__ import annotations
 
 import re
+import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
@@ -46,6 +48,15 @@ def driver_problem(driver: str | None, cuda: str | None) -> str | None:
             "driver, or install a torch for an older CUDA"
         )
     return None
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """Return the versions of CUDA and ROCm that torch is built for, each or none; torch is not imported."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    names = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return names.get("cuda"), names.get("hip")
 
 
 def check_device(device: str) -> None:

@@ -38,10 +38,8 @@ def check_type(described: Mapping[str, Any]) -> None:
     Raises: UnsupportedModel.
     """
     kind = described.get("model_type")
-    nested = [
-        name for name, part in described.items() if name.endswith("_config") and "model_type" in str(part)
-    ]
-    if isinstance(kind, str) and not nested and not {kind, f"{kind}_text"} & MODEL_TYPES:
+    nested = str([part for name, part in described.items() if name.endswith("_config")])
+    if isinstance(kind, str) and "model_type" not in nested and not {kind, f"{kind}_text"} & MODEL_TYPES:
         raise unchecked_type(kind)
 
 

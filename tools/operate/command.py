@@ -14,6 +14,7 @@ from urllib.parse import quote
 import httpx
 
 from kvferry.services.router.http.access import KeyFile
+from kvferry.services.router.http.access import new_key as make_key
 from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
@@ -29,7 +30,27 @@ _TIMEOUT_S = 60.0
 _FORGET_TIMEOUT_S = 600.0
 
 
-def stored(kind: Kind, config: StoredConfig) -> int:
+def new_key(name: str) -> None:
+    """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
+
+    Args:
+        name: its holder, as logs and metrics show it.
+    """
+    key, entry = make_key(name)
+    sys.stdout.write(f"{key}\n\n{entry}")
+
+
+def sessions(config: StoredConfig) -> int:
+    """List a key's sessions, or delete one; see `_stored`."""
+    return _stored("sessions", config)
+
+
+def documents(config: StoredConfig) -> int:
+    """List a key's documents, or delete one; see `_stored`."""
+    return _stored("documents", config)
+
+
+def _stored(kind: Kind, config: StoredConfig) -> int:
     """List what the key has stored, or delete one. Returns the exit code.
 
     Raises: KvferryError: the router cannot be reached or refuses.

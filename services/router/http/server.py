@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import resource
 import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -61,7 +60,6 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
 
     Raises: ConfigurationError where the address cannot be bound.
     """
-    _check_tls(config)
     listener = _listen(config.listen)
     host, port = listener.getsockname()[:2]
     server = _Server(_uvicorn_config(app, config))
@@ -117,17 +115,6 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_END_TIMEOUT_S,
     )
-
-
-def _check_tls(config: RouterConfig) -> None:
-    if config.tls_cert:
-        try:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(config.tls_cert, config.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(
-                f"tls_cert is {config.tls_cert!r} and tls_key {config.tls_key!r}; they do not load: {error}"
-            ) from None
 
 
 def _room_for_connections() -> int:
