@@ -2,8 +2,7 @@
 
     kvferry serve | router | prefill | decode ──► options ──► check ──► torch, weights, sockets
 
-Each reads options, small files or config.json, and tells a mistake as the service itself would, which checks
-what only the loaded model shows. A new check is a function and a line of `_CHECKS`.
+Each reads options, small files or config.json. A new check is a function and a line of `_CHECKS`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from kvferry.services.decode.config import GROWTH_TOKENS, DecodeConfig, check_ar
 from kvferry.services.launcher.config import CONFIGS, ServeConfig
 from kvferry.services.launcher.process import may_use_gpu
 from kvferry.services.router.config import RouterConfig
-from kvferry.shared.compression.curves import CurveBook
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.device.cuda_driver import no_cuda, torch_build
 from kvferry.shared.errors import ConfigurationError, StoreUnavailable
@@ -35,7 +33,7 @@ from kvferry.shared.model.checkpoint import (
 from kvferry.shared.model.model_types import PARALLEL_TYPES, check_type
 from kvferry.shared.process.config import StoredSettings, TracedSettings, WorkerSettings
 from kvferry.shared.process.logging import setup_logging
-from kvferry.shared.process.serving import check_free
+from kvferry.shared.process.serving import bind
 from kvferry.shared.trust.at_rest import AtRestKeys
 
 _PING_TIMEOUT_S = 2.0
@@ -57,7 +55,6 @@ def check(config: TracedSettings, service: str) -> None:
 def _calibration(config: TracedSettings) -> None:
     if not getattr(config, "calibrate", False):  # which makes the folder
         install_tables(config.epsilon_tables, calibration=config.calibration)
-        CurveBook.read(config.calibration)
 
 
 def _keys(config: RouterConfig) -> None:
@@ -148,7 +145,7 @@ def _redis(config: StoredSettings) -> None:
 
 
 _CHECKS: tuple[tuple[type[TracedSettings], Callable[[Any], None]], ...] = (
-    (TracedSettings, lambda config: check_free("listen", config.listen)),
+    (TracedSettings, lambda config: bind("listen", config.listen).close()),
     (TracedSettings, _calibration),
     (TracedSettings, _certs),
     (RouterConfig, _keys),

@@ -41,16 +41,7 @@ SERVICES = "Single services"
 OPERATING = "Operating"
 
 
-def _check(config: Settings, name: str) -> None:
-    if isinstance(config, TracedSettings):
-        from kvferry.services.launcher.checks import check
-
-        check(config, name)
-
-
-command_line = CommandLine(
-    "kvferry", "Long-context chat whose KV cache is compressed before it travels.", check=_check
-)
+command_line = CommandLine("kvferry", "Long-context chat whose KV cache is compressed before it travels.")
 app, command = command_line.app, command_line.command
 calibrate = App(
     name="calibrate",
@@ -86,6 +77,10 @@ def _runner(name: str, target: str, text: str) -> Callable[[Settings], int | Non
     """Make a command of a function of settings. Args: target: MODULE:FUNCTION within kvferry."""
 
     def run(config: Settings) -> int | None:
+        if isinstance(config, TracedSettings):
+            from kvferry.services.launcher.checks import check
+
+            check(config, name)
         module, _, function = target.partition(":")
         done = getattr(import_module(f"kvferry.{module}"), function)(config)
         code: int | None = asyncio.run(done) if inspect.iscoroutine(done) else done
@@ -117,6 +112,8 @@ _COMMANDS: tuple[tuple[str, type[Settings], str, str, Collection[str], str], ...
     ("keys", KeysConfig, "tools.operate.command:keys", OPERATING, (),
      "List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."),
     ("router", RouterConfig, "services.router.server:run", SERVICES, (), "Serve the OpenAI HTTP API."),
+    ("prefill", PrefillConfig, "services.launcher.cli:run_prefill", SERVICES, (),
+     "Run prompts, compress and ship their KV, and keep sessions' history."),
     ("decode", DecodeConfig, "services.decode.server:run", SERVICES, (),
      "Receive compressed KV and generate."),
 )  # fmt: skip
@@ -150,9 +147,8 @@ app.command(
 )
 
 
-@command(PrefillConfig, group=SERVICES)
-def prefill(config: PrefillConfig) -> None:
-    """Run prompts, compress and ship their KV, and keep sessions' history."""
+async def run_prefill(config: PrefillConfig) -> None:
+    """Run a prefill worker, which first calibrates its model if it is to."""
     from kvferry.services.prefill.server import run
 
     calibrate = None
@@ -160,7 +156,7 @@ def prefill(config: PrefillConfig) -> None:
         from kvferry.tools.evaluation.calibrate import worker_calibration
 
         calibrate = worker_calibration(config.model, config.calibration)
-    asyncio.run(run(config, calibrate))
+    await run(config, calibrate)
 
 
 @app.command(group=TOOLS, help_flags=(), version_flags=())

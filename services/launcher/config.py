@@ -62,13 +62,13 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
 
 
 HIDDEN_FROM_SERVE = frozenset(
-    {
+    (
         "block_advertise",
         "block_listen",
         "decode_workers",
         "metrics_listen",
         "prefill_workers",
         "worker_metrics",
-    }
+    )
 )
 """Options of the services that `kvferry serve` sets itself."""

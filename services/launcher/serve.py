@@ -86,7 +86,8 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
             async with httpx.AsyncClient(
                 base_url=base_url, headers=headers, trust_env=False, verify=False
             ) as client:
-                await _until_ready(client)
+                while not await _is_ready(client):
+                    await asyncio.sleep(_POLL_S)
                 models = await client.get("/v1/models", timeout=None)  # may try out what the model can do
                 if models.status_code == httpx.codes.UNAUTHORIZED and config.api_keys_file:
                     return config.model_name or config.model  # no key of the file is known here
@@ -95,12 +96,8 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
         raise DeadlineExceeded(f"the services were not ready after {config.start_timeout_s:g} s") from None
 
 
-async def _until_ready(client: httpx.AsyncClient) -> None:
-    while True:
-        try:
-            reply = await client.get("/ready", timeout=_PROBE_TIMEOUT_S)
-            if reply.status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(_POLL_S)
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready", timeout=_PROBE_TIMEOUT_S)).is_success
+    except httpx.TransportError:
+        return False

@@ -6,11 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.process.config import HistoryBits, StoredSettings, WorkerSettings
 from kvferry.shared.process.options import CAPACITY, COMPRESSION, HISTORY, TIMEOUTS, Bytes, Seconds
-
-_MEMORY_SHARE = 4
 
 
 class PrefillConfig(WorkerSettings, StoredSettings):
@@ -59,8 +56,3 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         ge=1,
         description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
     )
-
-
-def history_size_bytes(config: PrefillConfig) -> int:
-    """Return the size of host memory's history; see `PrefillConfig.history_bytes`."""
-    return config.history_bytes or available_memory_bytes() // _MEMORY_SHARE

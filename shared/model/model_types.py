@@ -31,9 +31,7 @@ made of."""
 
 
 def check_type(described: Mapping[str, Any]) -> None:
-    """Refuse a config.json by its model type; `support.check_config` decides about what is not refused.
-
-    Types that transformers alone can tell pass: those of a nested configuration, and no type.
+    """Refuse a config.json whose model type is there and is unsupported, whatever transformers reads from it.
 
     Raises: UnsupportedModel.
     """

@@ -39,18 +39,10 @@ class CommandLine:
         known: the settings classes of the others; their variables may be in the environment.
     """
 
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        *,
-        check: Callable[[Settings, str], None] = lambda config, name: None,
-    ) -> None:
-        """Args: check: gets the settings and the name of a command before it runs; may raise KvferryError."""
+    def __init__(self, name: str, description: str) -> None:
         self.known: list[type[Settings]] = []
-        self._check = check
 
-        def check_variables(app: App, commands: tuple[str, ...], arguments: object) -> None:
+        def check(app: App, commands: tuple[str, ...], arguments: object) -> None:
             check_environment(self.known, os.environ)
 
         self.app = App(
@@ -59,7 +51,7 @@ class CommandLine:
             help_format="plaintext",
             help_epilogue=f"Every option is also a variable: --log-level is {ENV_PREFIX}LOG_LEVEL.",
             version=lambda: f"{name} {VERSION}",
-            config=check_variables,
+            config=check,
             group_parameters="Options",
             result_action="return_value",
             exit_on_error=False,
@@ -93,7 +85,6 @@ class CommandLine:
                     config = settings(**given)
                 except ValidationError as error:
                     raise ConfigurationError(_explain(error, settings, given)) from None
-                self._check(config, run.__name__)
                 return run(config)
 
             fields = [

@@ -18,10 +18,9 @@ from fastapi import FastAPI
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.middleware import BoundedH11Protocol
-from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.process.freeing_rate import FreeingRate
-from kvferry.shared.process.serving import HANDSHAKE_S, format_address, parse_address
+from kvferry.shared.process.serving import HANDSHAKE_S, bind, format_address
 
 _STARTUP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 1
@@ -60,7 +59,10 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
 
     Raises: ConfigurationError where the address cannot be bound.
     """
-    listener = _listen(config.listen)
+    listener = bind("listen", config.listen, backlog=_BACKLOG)
+    listener.setblocking(False)
+    # Accepted connections inherit it. Without it a token waits until the client acknowledges the last one.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host, port = listener.getsockname()[:2]
     server = _Server(_uvicorn_config(app, config))
     try:
@@ -126,16 +128,3 @@ def _room_for_connections() -> int:
         soft = wanted
     files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
     return max(16, files - _OTHER_FILES)
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address("listen", address)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigurationError(f"listen is {address!r}; it cannot be bound: {error}") from None
-    listener.setblocking(False)
-    # Accepted connections inherit it. Without it a token waits until the client acknowledges the last one.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

@@ -12,9 +12,8 @@ import pytest
 from kvtest.ports import free_port
 from kvtest.stack import serving
 
-from kvferry.services.router.http.access import new_key
 from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
-from kvferry.tools.operate.command import documents, keys, sessions
+from kvferry.tools.operate.command import documents, keys, make_key, sessions
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
 
@@ -59,7 +58,7 @@ def test_refusals_are_the_routers_words(url: str) -> None:
 
 
 def test_keys_are_listed_without_their_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, entry = new_key("alice")
+    _, entry = make_key("alice")
     (tmp_path / "keys.toml").write_text(entry + "tokens_per_minute = 1000\n")
     config = KeysConfig(api_keys_file=str(tmp_path / "keys.toml"))
     keys(config)
