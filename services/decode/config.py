@@ -43,10 +43,7 @@ class DecodeConfig(WorkerSettings):
         "smaller budget, down to that, instead of letting it wait",
     )
     lease_s: Annotated[Seconds, TIMEOUTS] = Field(
-        120.0,
-        gt=0,
-        description="how long a reservation whose prompt has not arrived outlives the last sign "
-        "of its router",
+        120.0, gt=0, description="how long a reservation without a prompt outlives its router's last sign"
     )
     credit_bytes: Annotated[Bytes, CAPACITY] = Field(
         32 << 20, ge=1, description="block bytes that a sender may have in flight to this worker"
@@ -64,9 +61,7 @@ class DecodeConfig(WorkerSettings):
         2, ge=1, description="turns whose generated KV is returned to one prefill worker at the same time"
     )
     send_buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        64 << 20,
-        ge=2,
-        description="host memory for blocks that are being returned; one prefill worker's may take half",
+        64 << 20, ge=2, description="host memory for blocks on return; one prefill worker's may take half"
     )
     shadow_check: Annotated[int, PROCESS] = Field(
         0,

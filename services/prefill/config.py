@@ -25,8 +25,7 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         "start, within a container's limit",
     )
     history_bits: Annotated[HistoryBits, HISTORY] = Field(
-        "model",
-        description="bits per value of stored history; model: as computed. Fewer bits cost accuracy",
+        "model", description="bits per value of stored history; model: as computed. Fewer cost accuracy"
     )
     history_redis_bytes: Annotated[Bytes, HISTORY] = Field(
         0, ge=0, description="limit on history in Redis; 0: no limit"
@@ -41,9 +40,7 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         86_400.0, gt=0, description="how long history stays on disk and in Redis after a session's last turn"
     )
     turn_lease_s: Annotated[Seconds, HISTORY] = Field(
-        60.0,
-        gt=0,
-        description="how long a staged turn stays without progress or a sign of life of its router",
+        60.0, gt=0, description="how long a staged turn stays without progress or a sign of its router"
     )
     max_waiting: Annotated[int, CAPACITY] = Field(
         64, ge=1, description="requests that may wait for the engine; more are refused"
@@ -52,7 +49,5 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         30.0, gt=0, description="how long a decode worker may be silent, or the send buffer full"
     )
     buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        1 << 30,
-        ge=1,
-        description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
+        1 << 30, ge=1, description="host memory for blocks that are not acknowledged yet, of all ranks"
     )

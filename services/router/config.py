@@ -38,19 +38,16 @@ class RouterConfig(StoredSettings):
     )
     prefill_workers: Annotated[str, NETWORK] = Field(
         "127.0.0.1:9001",
-        description="prefill workers' control addresses, comma-separated host:port; a name may "
-        "resolve to many",
+        description="prefill workers' host:port, comma-separated; a name may resolve to many",
     )
     decode_workers: Annotated[str, NETWORK] = Field(
-        "127.0.0.1:9002", description="decode workers' control addresses, likewise"
+        "127.0.0.1:9002", description="decode workers' host:port, likewise"
     )
     worker_metrics: Annotated[str, NETWORK] = Field(
         "", description="host:port of the metrics that /metrics?all=1 includes"
     )
     model_aliases: Annotated[str, MODEL] = Field(
-        "",
-        description="further names by which requests may call the model, comma-separated; answers have "
-        "its own",
+        "", description="further names of the model in requests, comma-separated; answers have its own"
     )
     generation_config: Annotated[str, MODEL] = Field(
         "auto",
@@ -68,9 +65,7 @@ class RouterConfig(StoredSettings):
         "", description="TOML file of hashed keys with scopes and limits; read again when it changes"
     )
     cors_origins: Annotated[str, ACCESS] = Field(
-        "",
-        description="origins whose pages may use the API from a browser, comma-separated; * for any; empty: "
-        "none",
+        "", description="origins whose pages may use the API, comma-separated; * for any; empty: none"
     )
     allowed_hosts: Annotated[str, ACCESS] = Field(
         "",
