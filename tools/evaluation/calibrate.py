@@ -43,7 +43,7 @@ from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import SUFFIX as EPSILON_SUFFIX
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables, own_table
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.checkpoint import DEMO_NAME
+from kvferry.shared.model.checkpoint import DEMO_NAME, resolve_model_path
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
 from kvferry.shared.model.tokenizer import ChatTokenizer
@@ -52,7 +52,7 @@ from kvferry.tools.evaluation.calibration_config import CalibrateConfig
 from kvferry.tools.evaluation.epsilon import EpsilonAccumulator, save_table
 from kvferry.tools.evaluation.experiment import FULL, read_list
 from kvferry.tools.evaluation.fitting import Comparison, fit_curve, save_curves
-from kvferry.tools.evaluation.provenance import commit, fingerprints, hardware
+from kvferry.tools.evaluation.provenance import commit, family, fingerprints, hardware
 from kvferry.tools.evaluation.samples import Sample, draw_samples
 from kvferry.tools.evaluation.scoring import forced, greedy
 from kvferry.tools.evaluation.settings import PendingAnswer
@@ -292,6 +292,10 @@ class _Measurement:
             "commit": commit(),
             "hardware": hardware(config.device),
             "model": Path(config.model).name,
+            # the demo is of a common type, and stands for no other model
+            "family": ""
+            if config.model == DEMO_NAME
+            else family(resolve_model_path(config.model, weights=False)),
             "dtype": self._spec.dtype,
             "samples": config.samples,
             "length": config.length,
