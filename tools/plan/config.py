@@ -57,8 +57,8 @@ class PlanConfig(PlanSettings):
     )
     curves_of: Annotated[str, COMPRESSION] = Field(
         "",
-        description="model by whose quality curves --max-loss decides: demo, or a name of kvferry calibrate's "
-        "files. Those of a model of another family may be far off",
+        description="model by whose quality curves --max-loss decides, though they may be far off for this "
+        "one: demo, or a name of kvferry calibrate's files",
     )
     json_output: Annotated[bool, RESULTS, JSON] = Field(
         False, description="print JSON in place of the tables"

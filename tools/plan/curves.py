@@ -57,7 +57,7 @@ def find_curves(config: PlanConfig, *, fingerprint: str, family: str) -> PlanCur
         return PlanCurves(whose="family", of=related[-1].name, by_method=related[-1].curves)
     if "max_loss" in config.model_fields_set:
         raise ConfigurationError(
-            f"--max-loss is {config.max_loss:g}, and no model of the family {family or 'of this one'!r} has "
+            f"--max-loss is {config.max_loss:g}, and neither this model nor one of its family ({family}) has "
             f"quality curves: measure them with kvferry calibrate --model {config.model}, or name another "
             f"model's with --curves-of ({', '.join(file.name for file in files)}), which may be far off"
         )
