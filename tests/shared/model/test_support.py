@@ -17,7 +17,7 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model import adapters
 from kvferry.shared.model.bridge import PrefillPass, attention_forward
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.model_types import MODEL_TYPES
+from kvferry.shared.model.model_types import MODEL_TYPES, check_type
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import check_config
 
@@ -152,6 +152,17 @@ def test_the_logits_of_a_llama_4_prompt_are_those_of_its_prefixes(tmp_path: Path
 def test_accepted_model_types_are_those_that_tests_check() -> None:
     text_configs = [family.config().get_text_config() for family in FAMILIES.values()]
     assert {config.model_type for config in text_configs} == MODEL_TYPES
+
+
+def test_no_accepted_type_is_refused_by_its_name_alone() -> None:
+    for family in FAMILIES.values():
+        check_type(family.config().to_dict())
+    check_type({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
+    check_type({"model_type": "gemma3"})
+    check_type({"vocab_size": 3})
+    for described in ({"model_type": "bert"}, {"model_type": "bert", "quantization_config": {"bits": 4}}):
+        with pytest.raises(UnsupportedModel, match="model type 'bert' has not been checked"):
+            check_type(described)
 
 
 SPEC = ModelSpec(
