@@ -36,8 +36,6 @@ from kvferry.shared.process.logging import setup_logging
 from kvferry.shared.process.serving import bind
 from kvferry.shared.trust.at_rest import AtRestKeys
 
-_PING_TIMEOUT_S = 2.0
-
 _log = structlog.get_logger(__name__)
 
 
@@ -128,7 +126,7 @@ def _redis(config: StoredSettings) -> None:
 
     if not config.history_redis:
         return
-    timeout_s = min(_PING_TIMEOUT_S, config.history_redis_timeout_s)
+    timeout_s = config.history_redis_timeout_s
     link = RedisLink(RedisOptions(url=config.history_redis, timeout_s=timeout_s, max_attempts=1))
     try:
         link.call(lambda client: client.ping())
