@@ -12,9 +12,9 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -35,7 +35,6 @@ from kvferry.tools.kernel_cache.config import CompileConfig
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 from kvferry.tools.plan.config import PLAN_HIDDEN, CalibrateMachineConfig, PlanConfig
 
-COMMANDS = "Commands"
 TOOLS = "Measuring and training"
 SERVICES = "Single services"
 OPERATING = "Operating"
@@ -90,47 +89,41 @@ def _runner(name: str, target: str, text: str) -> Callable[[Settings], int | Non
     return run
 
 
-_COMMANDS: tuple[tuple[str, type[Settings], str, str, Collection[str], str], ...] = (
-    ("serve", ServeConfig, "services.launcher.serve:run", COMMANDS, HIDDEN_FROM_SERVE,
+_COMMANDS: tuple[tuple[str, type[Settings], str, dict[str, Any], str], ...] = (
+    ("serve", ServeConfig, "services.launcher.serve:run", {"hidden": HIDDEN_FROM_SERVE},
      "Run router, prefill and decode on this machine; takes the options of all three."),
-    ("chat", ChatConfig, "tools.chat.conversation:chat", COMMANDS, (),
+    ("chat", ChatConfig, "tools.chat.conversation:chat", {},
      "Chat with a router in the terminal, in a session; type /help for its commands."),
-    ("bench", BenchConfig, "tools.bench.command:bench", TOOLS, (),
+    ("bench", BenchConfig, "tools.bench.command:bench", {"group": TOOLS},
      "Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."),
-    ("plan", PlanConfig, "tools.plan.command:run", TOOLS, PLAN_HIDDEN,
+    ("plan", PlanConfig, "tools.plan.command:run", {"group": TOOLS, "hidden": PLAN_HIDDEN},
      "Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."),
-    ("doctor", DoctorConfig, "tools.doctor.command:run", TOOLS, (),
+    ("doctor", DoctorConfig, "tools.doctor.command:run", {"group": TOOLS},
      "Check this machine for the workers: device, memory, kernels, links; says what to change."),
-    ("compile", CompileConfig, "tools.kernel_cache.command:run", TOOLS, (),
+    ("compile", CompileConfig, "tools.kernel_cache.command:run", {"group": TOOLS},
      "Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."),
-    ("eval", EvalConfig, "tools.evaluation.command:run", TOOLS, HIDDEN_OPTIONS,
+    ("eval", EvalConfig, "tools.evaluation.command:run", {"group": TOOLS, "hidden": HIDDEN_OPTIONS},
      "Measure what compression costs in accuracy; lists are comma-separated."),
-    ("sessions", StoredConfig, "tools.operate.command:sessions", OPERATING, (),
+    ("calibrate", CalibrateConfig, "tools.evaluation.calibrate:calibrate",
+     {"parent": calibrate, "is_default": True, "hidden": HIDDEN_OPTIONS}, ""),
+    ("machine", CalibrateMachineConfig, "tools.plan.measure:calibrate_machine", {"parent": calibrate},
+     "Measure how long this machine takes with a model, for kvferry plan --machine."),
+    ("sessions", StoredConfig, "tools.operate.command:sessions", {"group": OPERATING},
      "List an API key's sessions, or delete one."),
-    ("documents", StoredConfig, "tools.operate.command:documents", OPERATING, (),
+    ("documents", StoredConfig, "tools.operate.command:documents", {"group": OPERATING},
      "List an API key's documents, or delete one."),
-    ("keys", KeysConfig, "tools.operate.command:keys", OPERATING, (),
+    ("keys", KeysConfig, "tools.operate.command:keys", {"group": OPERATING},
      "List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."),
-    ("router", RouterConfig, "services.router.server:run", SERVICES, (), "Serve the OpenAI HTTP API."),
-    ("prefill", PrefillConfig, "services.launcher.cli:run_prefill", SERVICES, (),
+    ("router", RouterConfig, "services.router.server:run", {"group": SERVICES}, "Serve the OpenAI HTTP API."),
+    ("prefill", PrefillConfig, "services.launcher.cli:run_prefill", {"group": SERVICES},
      "Run prompts, compress and ship their KV, and keep sessions' history."),
-    ("decode", DecodeConfig, "services.decode.server:run", SERVICES, (),
+    ("decode", DecodeConfig, "services.decode.server:run", {"group": SERVICES},
      "Receive compressed KV and generate."),
 )  # fmt: skip
-"""Name, settings, the function that is run, heading, hidden options, help."""
+"""Name, settings, the function that is run, options of `CommandLine.command`, help."""
 
-for _name, _settings, _target, _group, _hidden, _text in _COMMANDS:
-    command(_settings, group=_group, hidden=_hidden)(_runner(_name, _target, _text))
-command(CalibrateConfig, parent=calibrate, is_default=True, hidden=HIDDEN_OPTIONS)(
-    _runner("calibrate", "tools.evaluation.calibrate:calibrate", "")
-)
-command(CalibrateMachineConfig, parent=calibrate)(
-    _runner(
-        "machine",
-        "tools.plan.measure:calibrate_machine",
-        "Measure how long this machine takes with a model, for kvferry plan --machine.",
-    )
-)
+for _name, _settings, _target, _options, _text in _COMMANDS:
+    command(_settings, **_options)(_runner(_name, _target, _text))
 app.command(
     "kvferry.tools.launch:launch",
     help="Print the configuration with which an agent or chat program uses a router, or write it.",
@@ -147,7 +140,7 @@ app.command(
 )
 
 
-async def run_prefill(config: PrefillConfig) -> None:
+def run_prefill(config: PrefillConfig) -> None:
     """Run a prefill worker, which first calibrates its model if it is to."""
     from kvferry.services.prefill.server import run
 
@@ -156,7 +149,7 @@ async def run_prefill(config: PrefillConfig) -> None:
         from kvferry.tools.evaluation.calibrate import worker_calibration
 
         calibrate = worker_calibration(config.model, config.calibration)
-    await run(config, calibrate)
+    asyncio.run(run(config, calibrate))
 
 
 @app.command(group=TOOLS, help_flags=(), version_flags=())

@@ -81,16 +81,10 @@ class RouterConfig(StoredSettings):
     )
 
     default_method: Annotated[str, COMPRESSION] = Field(
-        "rdkv",
-        description="compression method of requests that name none; rocketkv where it does not go with the "
-        "model",
+        "rdkv", description="method of requests that name none; rocketkv where it does not go with the model"
     )
     default_retention: Annotated[float, COMPRESSION] = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the prompt that the default method retains where a request gives no budget; 0: "
-        "the method's own",
+        0.0, ge=0, le=1, description="share of a prompt that the default method retains; 0: its own budget"
     )
     allowed_methods: Annotated[str, COMPRESSION] = Field(
         "", description="methods a request may name; empty allows all"
