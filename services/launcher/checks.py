@@ -133,7 +133,7 @@ def _redis(config: StoredSettings) -> None:
     except StoreUnavailable as error:
         if isinstance(config, ServeConfig):
             raise ConfigurationError(
-                f"history_redis cannot be used: {error.message}; start that Redis, or give the address of "
+                f"history_redis cannot be used: {error.message.rstrip('.')}; start that Redis, or give the address of "
                 "one that runs"
             ) from None
         # of several machines, any may start while Redis is away, and then does without
@@ -142,7 +142,7 @@ def _redis(config: StoredSettings) -> None:
         link.close()
 
 
-_CHECKS: tuple[tuple[type[TracedSettings], Callable[[Any], None]], ...] = (
+_CHECKS: tuple[tuple[type[TracedSettings], Callable[[Any], object]], ...] = (
     (TracedSettings, lambda config: bind("listen", config.listen).close()),
     (TracedSettings, _calibration),
     (TracedSettings, _certs),

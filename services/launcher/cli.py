@@ -39,7 +39,6 @@ TOOLS = "Measuring and training"
 SERVICES = "Single services"
 OPERATING = "Operating"
 
-
 command_line = CommandLine("kvferry", "Long-context chat whose KV cache is compressed before it travels.")
 app, command = command_line.app, command_line.command
 calibrate = App(
@@ -69,11 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_app(app, given)
 
 
-# A command imports what it runs when it runs: neither `kvferry --help` nor a mistake should wait for torch.
-
-
 def _runner(name: str, target: str, text: str) -> Callable[[Settings], int | None]:
-    """Make a command of a function of settings. Args: target: MODULE:FUNCTION within kvferry."""
+    """Make a command of a function of settings, MODULE:FUNCTION within kvferry. It is imported when it runs:
+    neither `kvferry --help` nor a mistake should wait for torch."""
 
     def run(config: Settings) -> int | None:
         if isinstance(config, TracedSettings):

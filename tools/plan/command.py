@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -109,7 +109,7 @@ def chosen_plans(
     """
     names = _named(config.methods)
     if config.methods == "all":
-        measured = machine.methods if isinstance(machine, MeasuredMachine) else applicable
+        measured: Collection[str] = machine.methods if isinstance(machine, MeasuredMachine) else applicable
         names = tuple(name for name in applicable if name in measured)
     if unknown := [name for name in names if name not in applicable]:
         raise ConfigurationError(
