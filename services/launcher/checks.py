@@ -133,8 +133,8 @@ def _redis(config: StoredSettings) -> None:
     except StoreUnavailable as error:
         if isinstance(config, ServeConfig):
             raise ConfigurationError(
-                f"history_redis cannot be used: {error.message.rstrip('.')}; start that Redis, or give the address of "
-                "one that runs"
+                f"history_redis cannot be used: {error.message.rstrip('.')}; start that Redis, or give the "
+                "address of one that runs"
             ) from None
         # of several machines, any may start while Redis is away, and then does without
         _log.warning("history_redis cannot be used yet", error=error.message)
