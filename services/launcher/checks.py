@@ -30,7 +30,7 @@ from kvferry.shared.model.checkpoint import (
     resolve_model_path,
     weight_files,
 )
-from kvferry.shared.model.model_types import PARALLEL_TYPES, check_type
+from kvferry.shared.model.model_types import PARALLEL_TYPES, check_described
 from kvferry.shared.process.config import StoredSettings, TracedSettings, WorkerSettings
 from kvferry.shared.process.logging import setup_logging
 from kvferry.shared.process.serving import bind
@@ -105,7 +105,7 @@ def _model(config: TracedSettings) -> None:
             if not (folder / "config.json").is_file():
                 raise ConfigurationError(f"model {config.model!r} has no config.json")
             described = read_object(folder / "config.json")
-            check_type(described)
+            check_described(described)
             if path.is_dir():
                 weight_files(path)
             if isinstance(config, DecodeConfig):
@@ -131,13 +131,10 @@ def _redis(config: StoredSettings) -> None:
     try:
         link.call(lambda client: client.ping())
     except StoreUnavailable as error:
+        problem = f"history_redis cannot be used: {error.message.rstrip('.')}"
         if isinstance(config, ServeConfig):
-            raise ConfigurationError(
-                f"history_redis cannot be used: {error.message.rstrip('.')}; start that Redis, or give the "
-                "address of one that runs"
-            ) from None
-        # of several machines, any may start while Redis is away, and then does without
-        _log.warning("history_redis cannot be used yet", error=error.message)
+            raise ConfigurationError(f"{problem}; start that Redis, or give another's address") from None
+        _log.warning(problem)  # services of a fleet may start while it is away, and do without it
     finally:
         link.close()
 

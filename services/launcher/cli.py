@@ -121,15 +121,8 @@ _COMMANDS: tuple[tuple[str, type[Settings], str, dict[str, Any], str], ...] = (
 
 for _name, _settings, _target, _options, _text in _COMMANDS:
     command(_settings, **_options)(_runner(_name, _target, _text))
-app.command(
-    "kvferry.tools.launch:launch",
-    help="Print the configuration with which an agent or chat program uses a router, or write it.",
-)
-app.command(
-    "kvferry.tools.certs:certs",
-    group=TOOLS,
-    help="Make or renew the keys with which services know each other, for --certs.",
-)
+app.command("kvferry.tools.launch:launch", help="Configure an agent or chat program to use a router.")
+app.command("kvferry.tools.certs:certs", group=TOOLS, help="Make or renew the services' keys, for --certs.")
 app.command(
     "kvferry.tools.operate.command:new_key",
     group=TOOLS,

@@ -30,20 +30,23 @@ MODEL_TYPES = PARALLEL_TYPES | frozenset((
 made of."""
 
 
-def check_type(described: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose model type is there and is unsupported, whatever transformers reads from it.
-
-    Raises: UnsupportedModel.
-    """
-    kind = described.get("model_type")
-    nested = str([part for name, part in described.items() if name.endswith("_config")])
-    if isinstance(kind, str) and "model_type" not in nested and not {kind, f"{kind}_text"} & MODEL_TYPES:
-        raise unchecked_type(kind)
+def text_type(described: Mapping[str, Any]) -> str:
+    """Return the model type of a config.json's text part, which a family of models shares; "" without one."""
+    text = described.get("text_config")
+    return str((text if isinstance(text, dict) else described).get("model_type") or "")
 
 
-def unchecked_type(kind: str) -> UnsupportedModel:
-    """Return the error of a model type that is not supported."""
-    return UnsupportedModel(
-        f"model type {kind!r} has not been checked against transformers, and is not supported; supported are "
-        f"{', '.join(sorted(MODEL_TYPES))}"
-    )
+def check_type(kind: str) -> None:
+    """Check a text part's model type. Raises: UnsupportedModel."""
+    if kind not in MODEL_TYPES:
+        raise UnsupportedModel(
+            f"model type {kind!r} has not been checked against transformers, and is not supported; supported "
+            f"are {', '.join(sorted(MODEL_TYPES))}"
+        )
+
+
+def check_described(described: Mapping[str, Any]) -> None:
+    """Check the model type of a config.json, unless only transformers can tell. Raises: UnsupportedModel."""
+    kind = text_type(described)
+    if kind and f"{kind}_text" not in MODEL_TYPES:
+        check_type(kind)

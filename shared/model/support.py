@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
-from kvferry.shared.model.model_types import MODEL_TYPES, PARALLEL_TYPES, unchecked_type
+from kvferry.shared.model.model_types import PARALLEL_TYPES, check_type
 from kvferry.shared.model.spec import LayerSpec
 
 _NO_ROWS = LayerSpec(has_rows=False)
@@ -61,8 +61,7 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
         )
     text = config.get_text_config()
     layers = layer_specs(text, max_model_len=max_model_len)
-    if text.model_type not in MODEL_TYPES:
-        raise unchecked_type(text.model_type)
+    check_type(text.model_type)
     return layers
 
 

@@ -6,7 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from kvferry.shared.model.checkpoint import model_fingerprint, read_object, resolve_model_path
+from kvferry.shared.model.checkpoint import model_fingerprint, resolve_model_path
+from kvferry.shared.model.spec import DTYPE_BYTES
 
 
 def hardware(device: str) -> str:
@@ -39,14 +40,5 @@ def commit() -> str:
 
 def fingerprints(model: str) -> dict[str, str]:
     """Return a model's fingerprints by the dtype in which it computes. Args: model: as of `load_model`."""
-    from kvferry.shared.model.spec import DTYPE_BYTES
-
     folder = resolve_model_path(model, weights=True)
     return {dtype: model_fingerprint(folder, dtype=dtype) for dtype in DTYPE_BYTES}
-
-
-def family(folder: Path) -> str:
-    """Return what models of one architecture share: the type of the text configuration; "" if it has none."""
-    described = read_object(folder / "config.json")
-    text = described.get("text_config")
-    return str((text if isinstance(text, dict) else described).get("model_type") or "")

@@ -17,8 +17,7 @@ from kvferry.shared.compression.presets import check_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.checkpoint import model_fingerprint, read_object, resolve_model_path
-from kvferry.shared.model.model_types import check_type
-from kvferry.tools.evaluation.provenance import family
+from kvferry.shared.model.model_types import check_described, text_type
 from kvferry.tools.plan.config import PlanConfig
 from kvferry.tools.plan.curves import PlanCurves, find_curves
 from kvferry.tools.plan.machine import Machine, MeasuredMachine, find_machine
@@ -55,12 +54,13 @@ def _curves(config: PlanConfig) -> PlanCurves:
     folder = resolve_model_path(config.model, weights=False)
     if not (folder / "config.json").is_file():
         raise ConfigurationError(f"--model is {config.model!r}, which has no config.json")
-    check_type(read_object(folder / "config.json"))
+    described = read_object(folder / "config.json")
+    check_described(described)
     try:
         fingerprint = model_fingerprint(folder, dtype="float32")
     except ConfigurationError:  # its weights are not on this machine
         fingerprint = ""
-    return find_curves(config, fingerprint=fingerprint, family=family(folder))
+    return find_curves(config, fingerprint=fingerprint, family=text_type(described))
 
 
 def _plan_for_machine(config: PlanConfig, machine: Machine, curves: PlanCurves, console: Console) -> int:

@@ -132,7 +132,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a Redis that does not answer": (
         "serve --history-redis redis://127.0.0.1:{port}",
-        r"history_redis cannot be used: .*127\.0\.0\.1:\d+.*refused.*; start that Redis, or give the address",
+        r"history_redis cannot be used: .*127\.0\.0\.1:\d+.*refused; start that Redis, or give another's",
         2,
     ),
     "a port that is taken": (
@@ -239,8 +239,8 @@ def test_a_service_of_a_fleet_starts_while_redis_is_away_and_says_so() -> None:
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stderr)
     assert (line["level"], line["service"]) == ("warning", "prefill")
-    assert line["event"] == "history_redis cannot be used yet"
-    assert f"127.0.0.1:{port}" in line["error"]
+    assert line["event"].startswith("history_redis cannot be used: Redis: ConnectionError: ")
+    assert f"127.0.0.1:{port}" in line["event"]
     assert "S3CRET" not in done.stderr
 
 

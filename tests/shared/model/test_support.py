@@ -17,7 +17,7 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model import adapters
 from kvferry.shared.model.bridge import PrefillPass, attention_forward
 from kvferry.shared.model.loading import load_model
-from kvferry.shared.model.model_types import MODEL_TYPES, check_type
+from kvferry.shared.model.model_types import MODEL_TYPES, check_described
 from kvferry.shared.model.spec import ModelSpec
 from kvferry.shared.model.support import check_config
 
@@ -156,13 +156,14 @@ def test_accepted_model_types_are_those_that_tests_check() -> None:
 
 def test_no_accepted_type_is_refused_by_its_name_alone() -> None:
     for family in FAMILIES.values():
-        check_type(family.config().to_dict())
-    check_type({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
-    check_type({"model_type": "gemma3"})
-    check_type({"vocab_size": 3})
-    for described in ({"model_type": "bert"}, {"model_type": "bert", "quantization_config": {"bits": 4}}):
+        check_described(family.config().to_dict())
+    check_described({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
+    check_described({"model_type": "gemma3"})
+    check_described({"model_type": "gemma3", "text_config": {"vocab_size": 3}})
+    check_described({"vocab_size": 3})
+    for described in ({"model_type": "bert"}, {"model_type": "llava", "text_config": {"model_type": "bert"}}):
         with pytest.raises(UnsupportedModel, match="model type 'bert' has not been checked"):
-            check_type(described)
+            check_described(described)
 
 
 SPEC = ModelSpec(

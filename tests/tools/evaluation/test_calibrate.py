@@ -24,7 +24,6 @@ from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.tools.evaluation import calibrate as module
 from kvferry.tools.evaluation.calibrate import calibrate_missing, worker_calibration
 from kvferry.tools.evaluation.calibration_config import CalibrateConfig
-from kvferry.tools.evaluation.provenance import family
 from kvferry.tools.evaluation.samples import draw_samples
 from kvferry.tools.recall.tasks import TASKS
 
@@ -210,13 +209,6 @@ def test_a_curve_of_right_answers_needs_some(tmp_path: Path, capsys: pytest.Capt
     options = ("--data", str(data), "--samples", "1", "--measure", "exact", "--threads", "1")
     assert calibrate(*options, "--methods", "snapkv", "--calibration", str(tmp_path / "found")) == 2
     assert "the full KV answers no prompt of a group right; take agreement" in capsys.readouterr().err
-
-
-def test_a_family_is_the_type_of_the_text_configuration(other_model: Path, tmp_path: Path) -> None:
-    assert family(other_model) == "llama"
-    nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
-    (tmp_path / "config.json").write_text(json.dumps(nested), encoding="utf-8")
-    assert family(tmp_path) == "gemma3_text"
 
 
 def test_prompts_can_come_from_a_text(tmp_path: Path) -> None:
