@@ -83,7 +83,7 @@ def _certs(config: TracedSettings) -> None:
 
 
 def _device(config: WorkerSettings) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", config.device):
         raise ConfigurationError(f"device is {config.device!r}; it must be auto, cpu, cuda or cuda:N")
     cuda, hip = torch_build()
     if config.device.startswith("cuda") and not hip and not (cuda and may_use_gpu(config.device)):
@@ -92,7 +92,7 @@ def _device(config: WorkerSettings) -> None:
 
 def _model(config: TracedSettings) -> None:
     path = Path(config.model).expanduser()
-    if path.is_file() or path.suffix == GGUF_SUFFIX:
+    if not path.is_dir() and (path.is_file() or path.suffix == GGUF_SUFFIX):
         with suppress(OSError), path.open("rb") as file:
             if file.read(4) == b"GGUF":
                 return
@@ -116,9 +116,9 @@ def _arena(config: DecodeConfig, described: Mapping[str, Any]) -> None:
     """Check the arena as it is whatever the dtype; a worker knows the tokens' size."""
     if described.get("model_type") in PARALLEL_TYPES:  # whose rows are plain K and V in each layer
         heads = described.get("num_attention_heads") or 1
-        head_dim = described.get("head_dim") or described.get("hidden_size", 0) // heads
+        head_dim = described.get("head_dim") or (described.get("hidden_size") or 0) // heads
         row_bytes = 2 * 2 * (described.get("num_key_value_heads") or heads) * head_dim
-        check_arena(config, GROWTH_TOKENS * described.get("num_hidden_layers", 0) * row_bytes)
+        check_arena(config, GROWTH_TOKENS * (described.get("num_hidden_layers") or 0) * row_bytes)
 
 
 def _redis(config: StoredSettings) -> None:
@@ -129,7 +129,7 @@ def _redis(config: StoredSettings) -> None:
     timeout_s = config.history_redis_timeout_s
     link = RedisLink(RedisOptions(url=config.history_redis, timeout_s=timeout_s, max_attempts=1))
     try:
-        link.call(lambda client: client.ping())
+        link.call(lambda client: client.get("kvferry:"))  # PING would ask all nodes of a cluster
     except StoreUnavailable as error:
         problem = f"history_redis cannot be used: {error.message.rstrip('.')}"
         if isinstance(config, ServeConfig):
