@@ -41,7 +41,7 @@ from kvtest.redis_server import RedisServer  # noqa: E402
 from kvtest.stack import Stack, serving  # noqa: E402
 from kvtest.text_models import make_text_model, text_tokenizer  # noqa: E402
 
-from kvferry.services.router.http.access import new_key  # noqa: E402
+from kvferry.tools.operate.command import make_key  # noqa: E402
 
 GOAL = 1.5
 MAX_GROWTH_MIB = 1024.0
@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--bursts-per-minute", type=float, default=20.0)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    made = [new_key(name) for name in ("polite", "attacker", "limited")]
+    made = [make_key(name) for name in ("polite", "attacker", "limited")]
     with tempfile.TemporaryDirectory() as folder, RedisServer.running() as redis:
         path = Path(folder) / "keys.toml"
         limit = "max_concurrent = 2\ntokens_per_minute = 10000000\n"

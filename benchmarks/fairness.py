@@ -33,7 +33,7 @@ import httpx  # noqa: E402
 from kvtest.documents import make_document  # noqa: E402
 from kvtest.stack import serving  # noqa: E402
 
-from kvferry.services.router.http.access import new_key  # noqa: E402
+from kvferry.tools.operate.command import make_key  # noqa: E402
 
 GOAL = 1.5
 MAX_TOKENS = 4
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        made = [new_key(name) for name in ("polite", "noisy")]
+        made = [make_key(name) for name in ("polite", "noisy")]
         path = Path(folder) / "keys.toml"
         path.write_text("\n".join(entry for _, entry in made))
         with serving("--api-keys-file", str(path), "--implicit-sessions", "0") as stack:

@@ -42,6 +42,7 @@ from kvferry.tools.evaluation.provenance import commit
 from kvferry.tools.plan.advice import advise
 from kvferry.tools.plan.command import chosen_plans
 from kvferry.tools.plan.config import PlanConfig
+from kvferry.tools.plan.curves import find_curves
 from kvferry.tools.plan.machine import find_machine
 from kvferry.tools.plan.model import ModelCost
 from kvferry.tools.plan.predict import Deployment, Prediction, Workload, disaggregated, together
@@ -96,9 +97,9 @@ class Study:
         self._machine = find_machine(machine)
         self.sender, self.receiver = link.cpu_s_per_byte()
         self._known: dict[tuple[float, int, int], Found] = {}
-        plans = chosen_plans(
-            PlanConfig(methods="all"), applicable_methods(LLAMA.spec.layers), self._deployment(1.0)
-        )
+        config = PlanConfig(methods="all", curves_of="demo")
+        curves = find_curves(config, fingerprint=LLAMA.spec.fingerprint, family="llama")
+        plans = chosen_plans(config, applicable_methods(LLAMA.spec.layers), self._machine, curves)
         whole = plan_for("full")
         eight = replace(whole, representation=Part(name="rows", params={"wire_bits": 8}))
         self.plans: dict[str, CompressionPlan] = {"full": plans.pop("full"), EIGHT_BIT: eight, **plans}

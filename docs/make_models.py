@@ -19,9 +19,9 @@ from kvtest.quantised_models import ACTIVATIONS, WEIGHT_ONLY
 from kvferry.shared.compression.applicable import applicable_methods
 from kvferry.shared.compression.presets import PRESETS
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.model_types import PARALLEL_TYPES
 from kvferry.shared.model.quantised import LIBRARIES
 from kvferry.shared.model.spec import LayerSpec
-from kvferry.shared.model.support import PARALLEL_TYPES
 
 _CAPPED = (LayerSpec(has_plain_softmax=False),)
 _LATENT = (LayerSpec(latent_dim=512),)

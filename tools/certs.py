@@ -39,7 +39,14 @@ def make_certs(folder: Path, *, days: int, everything: bool) -> None:
         raise ConfigurationError(f"certs cannot be made in {str(folder)!r}: {error}") from None
 
 
-def run(folder: str, *, days: int, everything: bool) -> int:
+def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
+    """Make or renew the keys with which services know each other.
+
+    Args:
+        folder: gets a folder for each role, and the authority's.
+        days: how long the certificates are valid.
+        everything: replace also the authority and the keys for blocks; restart all services then.
+    """
     make_certs(Path(folder), days=days, everything=everything)
     services = ", ".join(role for role in ROLES if role != "metrics")
     sys.stdout.write(

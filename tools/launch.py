@@ -60,10 +60,14 @@ class Program:
     start: Callable[[Served], str]
 
 
-def launch(name: str, *, url: str, api_key: str, write: bool) -> int:
-    """Print a program's configuration for the server at `url`, or write it.
+def launch(name: str, *, url: str = "http://127.0.0.1:8000", api_key: str = "", write: bool = False) -> int:
+    """Print the configuration with which an agent or chat program uses a router, or write it.
 
-    Raises: ConfigurationError: there is no such program, the server does not answer, or the file exists.
+    Args:
+        name: claude, codex, opencode, aider, continue, cline, open-webui, llm or litellm.
+        url: address of the router.
+        api_key: API key that the program is to send, if the router wants one.
+        write: write it to the program's file, which must not exist, in place of printing it.
     """
     if name not in PROGRAMS:
         raise ConfigurationError(f"there is no program {name!r}; there are {', '.join(PROGRAMS)}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.config import WorkerSettings
 from kvferry.shared.process.options import CAPACITY, HISTORY, PROCESS, TIMEOUTS, Bytes, Seconds
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _CPU_ARENA_BYTES = 1 << 30
 _CUDA_ARENA_FRACTION = 0.5
+GROWTH_TOKENS = 64
+"""Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
 
 
 class DecodeConfig(WorkerSettings):
@@ -40,10 +43,7 @@ class DecodeConfig(WorkerSettings):
         "smaller budget, down to that, instead of letting it wait",
     )
     lease_s: Annotated[Seconds, TIMEOUTS] = Field(
-        120.0,
-        gt=0,
-        description="how long a reservation whose prompt has not arrived outlives the last sign "
-        "of its router",
+        120.0, gt=0, description="how long a reservation without a prompt outlives its router's last sign"
     )
     credit_bytes: Annotated[Bytes, CAPACITY] = Field(
         32 << 20, ge=1, description="block bytes that a sender may have in flight to this worker"
@@ -61,9 +61,7 @@ class DecodeConfig(WorkerSettings):
         2, ge=1, description="turns whose generated KV is returned to one prefill worker at the same time"
     )
     send_buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        64 << 20,
-        ge=2,
-        description="host memory for blocks that are being returned; one prefill worker's may take half",
+        64 << 20, ge=2, description="host memory for blocks on return; one prefill worker's may take half"
     )
     shadow_check: Annotated[int, PROCESS] = Field(
         0,
@@ -75,14 +73,17 @@ class DecodeConfig(WorkerSettings):
         30.0, gt=0, description="not ready once the engine's loop has made no iteration for this long"
     )
 
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        if self.shadow_check and self.tensor_parallel > 1:
-            raise ValueError(
-                f"shadow_check is {self.shadow_check} with tensor_parallel {self.tensor_parallel}; it must "
-                "be 0: each rank has a part of a sequence only"
-            )
-        return self
+
+def check_arena(config: DecodeConfig, least: int) -> None:
+    """Check that a sequence has room. Args: least: bytes that GROWTH_TOKENS tokens take at least.
+
+    Raises: ConfigurationError.
+    """
+    if 0 < config.arena_bytes < least:
+        raise ConfigurationError(
+            f"arena_bytes is {config.arena_bytes}; it must be at least {least}, which {GROWTH_TOKENS} tokens "
+            "of this model take, and more for long prompts"
+        )
 
 
 def arena_size_bytes(config: DecodeConfig, device: torch.device, *, num_ranks: int) -> int:

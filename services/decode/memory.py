@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from kvferry.services.decode.config import GROWTH_TOKENS
 from kvferry.services.decode.parts import Parts
 from kvferry.services.decode.sequence import Sequence
 from kvferry.shared.cache.arena import (
@@ -30,8 +31,6 @@ from kvferry.shared.device.step_device import written_so_far
 from kvferry.shared.errors import CapacityExceeded, KvferryError
 from kvferry.shared.process.freeing_rate import FreeingRate
 
-GROWTH_TOKENS = 64
-"""Tokens for which a sequence has room at first, at least, and by which it grows, at least."""
 _OBSERVED_ANSWERS = 64
 _MAX_OWNERS = 4096
 """API keys whose last grant is remembered."""

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.services.decode.config import DecodeConfig
+from kvferry.services.decode.config import GROWTH_TOKENS, DecodeConfig, check_arena
 from kvferry.services.decode.parts import DECODE_RANK
 from kvferry.services.decode.service import DecodeService
 from kvferry.shared.cache.arena import ByteArena
@@ -30,7 +30,8 @@ async def run(config: DecodeConfig) -> None:
 async def build_service(
     config: DecodeConfig, model: LanguageModel, transport: BlockTransport
 ) -> tuple[DecodeService, CollectorRegistry]:
-    """Build the service and its metrics; see `shared.worker.Build`."""
+    """Build the service and its metrics; see `shared.worker.Build`. Raises: ConfigurationError."""
+    check_arena(config, model.spec.full_bytes(GROWTH_TOKENS))
     metrics = DecodeMetrics()
     service = DecodeService(
         config,

@@ -8,11 +8,13 @@ Exit codes: 0 done, 1 failed, 2 wrong options or configuration.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -23,6 +25,7 @@ from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.command_line import CommandLine, run_app
+from kvferry.shared.process.config import Settings, TracedSettings
 from kvferry.tools.bench.config import BenchConfig
 from kvferry.tools.chat.config import ChatConfig
 from kvferry.tools.doctor.config import DoctorConfig
@@ -65,179 +68,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run_app(app, given)
 
 
-# A command imports what it runs when it runs: `kvferry --help` should not wait for torch.
+def _runner(name: str, target: str, text: str) -> Callable[[Settings], int | None]:
+    """Make a command of a function of settings, MODULE:FUNCTION within kvferry. It is imported when it runs:
+    neither `kvferry --help` nor a mistake should wait for torch."""
+
+    def run(config: Settings) -> int | None:
+        if isinstance(config, TracedSettings):
+            from kvferry.services.launcher.checks import check
+
+            check(config, name)
+        module, _, function = target.partition(":")
+        done = getattr(import_module(f"kvferry.{module}"), function)(config)
+        code: int | None = asyncio.run(done) if inspect.iscoroutine(done) else done
+        return code
+
+    run.__name__, run.__doc__ = name, text
+    return run
 
 
-@command(ServeConfig, hidden=HIDDEN_FROM_SERVE)
-def serve(config: ServeConfig) -> int:
-    """Run router, prefill and decode on this machine; takes the options of all three."""
-    from kvferry.services.launcher.serve import serve
-    from kvferry.shared.model.checkpoint import resolve_model_path
+_COMMANDS: tuple[tuple[str, type[Settings], str, dict[str, Any], str], ...] = (
+    ("serve", ServeConfig, "services.launcher.serve:run", {"hidden": HIDDEN_FROM_SERVE},
+     "Run router, prefill and decode on this machine; takes the options of all three."),
+    ("chat", ChatConfig, "tools.chat.conversation:chat", {},
+     "Chat with a router in the terminal, in a session; type /help for its commands."),
+    ("bench", BenchConfig, "tools.bench.command:bench", {"group": TOOLS},
+     "Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."),
+    ("plan", PlanConfig, "tools.plan.command:run", {"group": TOOLS, "hidden": PLAN_HIDDEN},
+     "Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."),
+    ("doctor", DoctorConfig, "tools.doctor.command:run", {"group": TOOLS},
+     "Check this machine for the workers: device, memory, kernels, links; says what to change."),
+    ("compile", CompileConfig, "tools.kernel_cache.command:run", {"group": TOOLS},
+     "Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."),
+    ("eval", EvalConfig, "tools.evaluation.command:run", {"group": TOOLS, "hidden": HIDDEN_OPTIONS},
+     "Measure what compression costs in accuracy; lists are comma-separated."),
+    ("calibrate", CalibrateConfig, "tools.evaluation.calibrate:calibrate",
+     {"parent": calibrate, "is_default": True, "hidden": HIDDEN_OPTIONS}, ""),
+    ("machine", CalibrateMachineConfig, "tools.plan.measure:calibrate_machine", {"parent": calibrate},
+     "Measure how long this machine takes with a model, for kvferry plan --machine."),
+    ("sessions", StoredConfig, "tools.operate.command:sessions", {"group": OPERATING},
+     "List an API key's sessions, or delete one."),
+    ("documents", StoredConfig, "tools.operate.command:documents", {"group": OPERATING},
+     "List an API key's documents, or delete one."),
+    ("keys", KeysConfig, "tools.operate.command:keys", {"group": OPERATING},
+     "List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."),
+    ("router", RouterConfig, "services.router.server:run", {"group": SERVICES}, "Serve the OpenAI HTTP API."),
+    ("prefill", PrefillConfig, "services.launcher.cli:run_prefill", {"group": SERVICES},
+     "Run prompts, compress and ship their KV, and keep sessions' history."),
+    ("decode", DecodeConfig, "services.decode.server:run", {"group": SERVICES},
+     "Receive compressed KV and generate."),
+)  # fmt: skip
+"""Name, settings, the function that is run, options of `CommandLine.command`, help."""
 
-    # Not in the services, which have less time to start than a download may take, nor in the event loop.
-    resolve_model_path(config.model, weights=True)
-    return asyncio.run(serve(config))
-
-
-@command(ChatConfig)
-def chat(config: ChatConfig) -> int:
-    """Chat with a router in the terminal, in a session; type /help for its commands."""
-    from kvferry.tools.chat.conversation import chat
-
-    return asyncio.run(chat(config))
-
-
-@app.command
-def launch(name: str, *, url: str = "http://127.0.0.1:8000", api_key: str = "", write: bool = False) -> int:
-    """Print the configuration with which an agent or chat program uses a router, or write it.
-
-    Parameters
-    ----------
-    name
-        claude, codex, opencode, aider, continue, cline, open-webui, llm or litellm.
-    url
-        Address of the router.
-    api_key
-        API key that the program is to send, if the router wants one.
-    write
-        Write it to the program's file, which must not exist, in place of printing it.
-    """
-    from kvferry.tools.launch import launch
-
-    return launch(name, url=url, api_key=api_key, write=write)
-
-
-@command(BenchConfig, group=TOOLS)
-def bench(config: BenchConfig) -> int:
-    """Send load to any OpenAI-compatible server and measure latencies, goodput and bytes."""
-    from kvferry.tools.bench.command import bench
-
-    return asyncio.run(bench(config))
+for _name, _settings, _target, _options, _text in _COMMANDS:
+    command(_settings, **_options)(_runner(_name, _target, _text))
+app.command("kvferry.tools.launch:launch", help="Configure an agent or chat program to use a router.")
+app.command("kvferry.tools.certs:certs", group=TOOLS, help="Make or renew the services' keys, for --certs.")
+app.command(
+    "kvferry.tools.operate.command:new_key",
+    group=TOOLS,
+    help="Make an API key: prints it, once, and its entry for the router's --api-keys-file.",
+)
 
 
-@command(PlanConfig, group=TOOLS, hidden=PLAN_HIDDEN)
-def plan(config: PlanConfig) -> int:
-    """Predict memory, bytes, times and workers for a load, and whether to disaggregate and compress."""
-    from kvferry.tools.plan.command import run
-
-    return run(config)
-
-
-@command(DoctorConfig, group=TOOLS)
-def doctor(config: DoctorConfig) -> int:
-    """Check this machine for the workers: device, memory, kernels, links; says what to change."""
-    from kvferry.tools.doctor.command import run
-
-    return run(config)
-
-
-@command(CompileConfig, group=TOOLS)
-def compile(config: CompileConfig) -> int:
-    """Fill Triton's cache with the kernels of models and GPUs; needs no GPU. Lists are comma-separated."""
-    from kvferry.tools.kernel_cache.command import run
-
-    return run(config)
-
-
-@command(EvalConfig, group=TOOLS, hidden=HIDDEN_OPTIONS)
-def eval(config: EvalConfig) -> int:
-    """Measure what compression costs in accuracy; lists are comma-separated."""
-    from kvferry.tools.evaluation.command import run
-
-    return run(config)
-
-
-@command(CalibrateConfig, parent=calibrate, is_default=True, hidden=HIDDEN_OPTIONS)
-def calibrate_model(config: CalibrateConfig) -> int:
-    from kvferry.tools.evaluation.calibrate import calibrate
-
-    return calibrate(config)
-
-
-@command(CalibrateMachineConfig, parent=calibrate)
-def machine(config: CalibrateMachineConfig) -> int:
-    """Measure how long this machine takes with a model, for kvferry plan --machine."""
-    from kvferry.tools.plan.measure import calibrate_machine
-
-    return asyncio.run(calibrate_machine(config))
-
-
-@app.command(group=TOOLS, help_flags=(), version_flags=())
-def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
-    """Train the demo model from its recipe."""
-    from kvferry.tools.recall.train import main as train
-
-    return train(arguments)
-
-
-@app.command(group=TOOLS)
-def certs(folder: str, *, days: int = 365, everything: bool = False) -> int:
-    """Make or renew the keys with which services know each other, for --certs.
-
-    Parameters
-    ----------
-    folder
-        Gets a folder for each role, and the authority's.
-    days
-        How long the certificates are valid.
-    everything
-        Replace also the authority and the keys for blocks; restart all services then.
-    """
-    from kvferry.tools.certs import run
-
-    return run(folder, days=days, everything=everything)
-
-
-@app.command(group=TOOLS)
-def new_key(name: str) -> None:
-    """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
-
-    Parameters
-    ----------
-    name
-        Its holder, as logs and metrics show it.
-    """
-    from kvferry.services.router.http.access import new_key
-
-    key, entry = new_key(name)
-    sys.stdout.write(f"{key}\n\n{entry}")
-
-
-@command(StoredConfig, group=OPERATING)
-def sessions(config: StoredConfig) -> int:
-    """List an API key's sessions, or delete one."""
-    from kvferry.tools.operate.command import stored
-
-    return stored("sessions", config)
-
-
-@command(StoredConfig, group=OPERATING)
-def documents(config: StoredConfig) -> int:
-    """List an API key's documents, or delete one."""
-    from kvferry.tools.operate.command import stored
-
-    return stored("documents", config)
-
-
-@command(KeysConfig, group=OPERATING)
-def keys(config: KeysConfig) -> int:
-    """List the names, scopes and limits of a key file, or delete all that a key stored (--forget)."""
-    from kvferry.tools.operate.command import keys
-
-    return keys(config)
-
-
-@command(RouterConfig, group=SERVICES)
-def router(config: RouterConfig) -> None:
-    """Serve the OpenAI HTTP API."""
-    from kvferry.services.router.server import run
-
-    asyncio.run(run(config))
-
-
-@command(PrefillConfig, group=SERVICES)
-def prefill(config: PrefillConfig) -> None:
-    """Run prompts, compress and ship their KV, and keep sessions' history."""
+def run_prefill(config: PrefillConfig) -> None:
+    """Run a prefill worker, which first calibrates its model if it is to."""
     from kvferry.services.prefill.server import run
 
     calibrate = None
@@ -248,9 +142,9 @@ def prefill(config: PrefillConfig) -> None:
     asyncio.run(run(config, calibrate))
 
 
-@command(DecodeConfig, group=SERVICES)
-def decode(config: DecodeConfig) -> None:
-    """Receive compressed KV and generate."""
-    from kvferry.services.decode.server import run
+@app.command(group=TOOLS, help_flags=(), version_flags=())
+def train_demo(*arguments: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> int:
+    """Train the demo model from its recipe."""
+    from kvferry.tools.recall.train import main as train
 
-    asyncio.run(run(config))
+    return train(arguments)

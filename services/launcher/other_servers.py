@@ -9,59 +9,78 @@ sentence says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from kvferry.shared.errors import ConfigurationError
 
-_SAME = {
-    "--served-model-name": "--model-name",
-    "--tensor-parallel-size": "--tensor-parallel",
-    "-tp": "--tensor-parallel",
-    "--max-num-seqs": "--max-batch-size",
-    "--parallel": "--max-batch-size",
-    "-np": "--max-batch-size",
-    "--api-key": "--api-keys",
-    "--ssl-certfile": "--tls-cert",
-    "--ssl-keyfile": "--tls-key",
-    "--allowed-origins": "--cors-origins",
-    "-m": "--model",
-    "-c": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "-t": "--threads",
-}
+_FLAG = re.compile("--?[A-Za-z]")
+
+
+def _each(table: Mapping[str, str]) -> dict[str, str]:
+    """Return a table with an entry for each of the flags that share one."""
+    return {flag: entry for flags, entry in table.items() for flag in flags.split()}
+
+
+_SAME = _each(
+    {
+        "--served-model-name -a --alias": "--model-name",
+        "--tensor-parallel-size -tp": "--tensor-parallel",
+        "--max-num-seqs --parallel -np": "--max-batch-size",
+        "--api-key": "--api-keys",
+        "--ssl-certfile --ssl-cert-file": "--tls-cert",
+        "--ssl-keyfile --ssl-key-file": "--tls-key",
+        "--allowed-origins": "--cors-origins",
+        "-m": "--model",
+        "-c --ctx-size": "--max-model-len",
+        "-t": "--threads",
+    }
+)
 """Options of ours by theirs, with the same value."""
-_NEEDLESS = {
-    "--enable-prefix-caching": "prompts are always reused",
-    "--enable-chunked-prefill": "a short prompt overtakes a long one",
-    "--enable-auto-tool-choice": "tools are always on",
-    "--enforce-eager": "steps are captured where a GPU can",
-    "--jinja": "the model's own template is used",
-    "-fa": "it is chosen for the machine",
-    "--flash-attn": "it is chosen for the machine",
-    "--disable-log-requests": "requests are not logged",
-}
+_NEEDLESS = _each(
+    {
+        "--enable-prefix-caching": "prompts are always reused",
+        "--enable-chunked-prefill": "a short prompt overtakes a long one",
+        "--enable-auto-tool-choice": "tools are always on",
+        "--enforce-eager": "steps are captured where a GPU can",
+        "--jinja": "the model's own template is used",
+        "--disable-log-requests --no-enable-log-requests": "requests are not logged",
+        "-cb --cont-batching": "requests are always batched as they come",
+        "--metrics": "there is always /metrics",
+    }
+)
 """Switches without a value that nothing is lost by leaving out, and why."""
-_DECIDED = {
-    "--tool-call-parser": "the form of calls is read from the model's template",
-    "--reasoning-parser": "thoughts are found by the model's template",
-    "--gpu-memory-utilization": "set --arena-bytes",
-    "--block-size": "KV is not paged",
-    "--kv-cache-dtype": "a request's kv_compression says how KV is stored",
-    "-ngl": "--device says where the model runs",
-    "--n-gpu-layers": "--device says where the model runs",
-    "--quantization": "the checkpoint says it",
-    "-q": "the checkpoint says it",
-}
-"""Options with a value, likewise."""
-_REFUSED = {
-    "--trust-remote-code": "code of a checkpoint is never run",
-    "--speculative-config": "there is no speculative decoding",
-    "--enable-lora": "adapters are not served",
-    "--lora-modules": "adapters are not served",
-    "--pipeline-parallel-size": "a model is divided by --tensor-parallel alone",
-    "--data-parallel-size": "start further prefill and decode workers, and name them to a router",
-    "--chat-template": "put the template into the model's folder",
-}
+_DECIDED = _each(
+    {
+        "--tool-call-parser": "the form of calls is read from the model's template",
+        "--reasoning-parser": "thoughts are found by the model's template",
+        "--gpu-memory-utilization": "set --arena-bytes",
+        "--block-size": "KV is not paged",
+        "--max-num-batched-tokens -b --batch-size -ub --ubatch-size": "prompts and answers have steps apart",
+        "--kv-cache-dtype -ctk --cache-type-k -ctv --cache-type-v": "a request's kv_compression says it",
+        "-ngl --n-gpu-layers": "--device says where the model runs",
+        "-fa --flash-attn": "it is chosen for the machine",
+        "--quantization -q": "the checkpoint says it",
+        "--seed -s": "a request's seed says it",
+        "--swap-space": "sequences that wait have the host memory that they need",
+    }
+)
+"""Options that may have a value, likewise."""
+_REFUSED = _each(
+    {
+        "--trust-remote-code": "code of a checkpoint is never run",
+        "--speculative-config -md --model-draft": "there is no speculative decoding",
+        "--enable-lora --lora-modules --lora": "adapters are not served",
+        "--mmproj": "images are not served",
+        "--embedding --embeddings --reranking": "only text is generated",
+        "--pipeline-parallel-size -pp": "a model is divided by --tensor-parallel alone",
+        "--data-parallel-size -dp": "start further prefill and decode workers, and name them to a router",
+        "--kv-transfer-config": "prefill and decode are services, which kvferry prefill and decode start",
+        "-hf --hf-repo": "give --model a GGUF file, a folder or the hub id of a model in safetensors",
+        "--chat-template --chat-template-file": "put the template into the model's folder",
+    }
+)
 """Those that would change answers or what is served."""
 
 
@@ -72,42 +91,32 @@ def as_ours(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises: ConfigurationError: one that would change what is served.
     """
     ours, notes = list[str](), list[str]()
-    host, port = "", ""
-    words = iter(_apart(arguments))
-    for number, word in enumerate(words):
-        if word in ("--host", "--port"):
-            value = _value(word, words)
-            host, port = (value, port) if word == "--host" else (host, value)
-        elif word in _SAME:
-            ours += [_SAME[word], _value(word, words)]
-        elif word in _NEEDLESS:
-            notes.append(f"{word} is left out: {_NEEDLESS[word]}")
-        elif word in _DECIDED:
-            notes.append(f"{word} {_value(word, words)} is left out: {_DECIDED[word]}")
-        elif word in _REFUSED:
-            raise ConfigurationError(f"{word} is no option of kvferry serve: {_REFUSED[word]}")
-        elif not number and not word.startswith("-"):
+    address = {"--host": "", "--port": ""}
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        if not equals and name in {*address, *_SAME, *_DECIDED}:
+            if words and not _FLAG.match(words[0]):
+                value = words.popleft()
+            elif name not in _DECIDED:
+                raise ConfigurationError(f"{name} has no value")
+        if name in address:
+            address[name] = value
+        elif name in _SAME:
+            ours += [_SAME[name], value]
+        elif name in _NEEDLESS:
+            notes.append(f"{name} is left out: {_NEEDLESS[name]}")
+        elif name in _DECIDED:
+            notes.append(f"{name} {value}".rstrip() + f" is left out: {_DECIDED[name]}")
+        elif name in _REFUSED:
+            raise ConfigurationError(f"{name} is no option of kvferry serve: {_REFUSED[name]}")
+        elif len(words) == len(arguments) - 1 and not word.startswith("-"):
             ours += ["--model", word]
         else:
             ours.append(word)
+    host, port = address.values()
     if host or port:
         name = f"[{host}]" if ":" in host else host or "127.0.0.1"
         ours += ["--listen", f"{name}:{port or '8000'}"]
     return ours, notes
-
-
-def _apart(arguments: Sequence[str]) -> list[str]:
-    """Split each of their options from its value: `--port=8000` becomes two words. Ours stay as they are."""
-    theirs = {"--host", "--port", *_SAME, *_NEEDLESS, *_DECIDED, *_REFUSED}
-    words = list[str]()
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        words += [name, value] if equals and name in theirs else [argument]
-    return words
-
-
-def _value(option: str, words: Iterator[str]) -> str:
-    value = next(words, None)
-    if value is None:
-        raise ConfigurationError(f"{option} has no value")
-    return value

@@ -127,7 +127,10 @@ class ServiceProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._ready_file.exists():
-                    self._check_running(process)
+                    if process.exitcode == EXIT_USAGE:
+                        raise ConfigurationError(f"{self.role} refused its settings, see above")
+                    if (code := process.exitcode) is not None:
+                        raise KvferryError(f"{self.role} ended with exit code {code} before it listened")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             await self._end(process, 0.0)
@@ -200,12 +203,6 @@ class ServiceProcess:
             logger.warning("service killed", role=self.role, timeout_s=timeout_s)
             process.kill()
             await _wait(process)
-
-    def _check_running(self, process: Process) -> None:
-        if process.exitcode == EXIT_USAGE:
-            raise ConfigurationError(f"{self.role} refused its settings, see above")
-        if process.exitcode is not None:
-            raise KvferryError(f"{self.role} ended with exit code {process.exitcode} before it listened")
 
 
 async def _wait(process: Process) -> int:

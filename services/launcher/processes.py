@@ -122,12 +122,6 @@ def divide_threads(requested: int, num_cpus: int | None = None) -> tuple[int, in
     """
     if requested:
         return requested, requested
-    available = num_cpus or usable_cpus()
-    return available, max(1, available // 3)
-
-
-def usable_cpus() -> int:
-    """Count the processors that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    if not num_cpus:
+        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cpus, max(1, num_cpus // 3)

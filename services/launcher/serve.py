@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from typing import TYPE_CHECKING
 
 import httpx
@@ -17,8 +16,8 @@ from kvferry.services.launcher.display import Display
 from kvferry.services.launcher.processes import ProcessStack
 from kvferry.services.router.config import split_list
 from kvferry.shared.errors import DeadlineExceeded
-from kvferry.shared.process.logging import setup_logging
-from kvferry.shared.process.serving import announce_ready, check_free, reachable, wait_for_signal
+from kvferry.shared.model.checkpoint import resolve_model_path
+from kvferry.shared.process.serving import announce_ready, reachable, wait_for_signal
 
 if TYPE_CHECKING:
     from kvferry.services.launcher.in_process import InProcessStack
@@ -27,18 +26,28 @@ _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 
 
-async def serve(config: ServeConfig) -> int:
+def run(config: ServeConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
     Raises: KvferryError if a service does not start.
     """
-    setup_logging(config.log_level, config.log_format, "serve")
     # Prefill and decode have more threads together than there are processors, and one that waits must not
     # keep another from computing. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    check_free("listen", config.listen)
+    # Not in the services, which have less time to start than a download may take, nor in the event loop.
+    resolve_model_path(config.model, weights=True)
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: ServeConfig) -> int:
     display = Display()
-    stack = _stack(config)
+    if config.in_process:
+        # Imported here because torch takes seconds to import and the launcher needs it for nothing else.
+        from kvferry.services.launcher.in_process import InProcessStack
+
+        stack: ProcessStack | InProcessStack = InProcessStack(config)
+    else:
+        stack = ProcessStack(config)
     stopped = asyncio.create_task(wait_for_signal())
     starting = asyncio.create_task(_start(stack, config))
     try:
@@ -60,18 +69,9 @@ async def serve(config: ServeConfig) -> int:
     finally:
         stopped.cancel()
         starting.cancel()
-        await asyncio.wait({stopped, starting})
+        await asyncio.gather(stopped, starting, return_exceptions=True)
         await stack.close()
     return 0
-
-
-def _stack(config: ServeConfig) -> ProcessStack | InProcessStack:
-    if config.in_process:
-        # Imported here because torch takes seconds to import and the launcher needs it for nothing else.
-        from kvferry.services.launcher.in_process import InProcessStack
-
-        return InProcessStack(config)
-    return ProcessStack(config)
 
 
 async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> str:
@@ -82,10 +82,12 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
             keys = split_list(config.api_keys)
             headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
             base_url = f"{config.http_scheme}://{reachable(stack.addresses['address'])}"
+            # its own server, whatever the names in the certificate
             async with httpx.AsyncClient(
-                base_url=base_url, headers=headers, trust_env=False, verify=_own_certificate(config)
+                base_url=base_url, headers=headers, trust_env=False, verify=False
             ) as client:
-                await _until_ready(client)
+                while not await _is_ready(client):
+                    await asyncio.sleep(_POLL_S)
                 models = await client.get("/v1/models", timeout=None)  # may try out what the model can do
                 if models.status_code == httpx.codes.UNAUTHORIZED and config.api_keys_file:
                     return config.model_name or config.model  # no key of the file is known here
@@ -94,22 +96,8 @@ async def _start(stack: ProcessStack | InProcessStack, config: ServeConfig) -> s
         raise DeadlineExceeded(f"the services were not ready after {config.start_timeout_s:g} s") from None
 
 
-def _own_certificate(config: ServeConfig) -> ssl.SSLContext | bool:
-    """Trust the certificate that is served, whatever its name and signature."""
-    if not config.tls_cert:
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready", timeout=_PROBE_TIMEOUT_S)).is_success
+    except httpx.TransportError:
         return False
-    context = ssl.create_default_context(cafile=config.tls_cert)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context
-
-
-async def _until_ready(client: httpx.AsyncClient) -> None:
-    while True:
-        try:
-            reply = await client.get("/ready", timeout=_PROBE_TIMEOUT_S)
-            if reply.status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(_POLL_S)

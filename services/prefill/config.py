@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.process.config import HistoryBits, StoredSettings, WorkerSettings
 from kvferry.shared.process.options import CAPACITY, COMPRESSION, HISTORY, TIMEOUTS, Bytes, Seconds
-
-_MEMORY_SHARE = 4
 
 
 class PrefillConfig(WorkerSettings, StoredSettings):
@@ -28,14 +25,7 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         "start, within a container's limit",
     )
     history_bits: Annotated[HistoryBits, HISTORY] = Field(
-        "model",
-        description="bits per value of stored history; model: as computed. Fewer bits cost accuracy",
-    )
-    history_redis: Annotated[str, HISTORY] = Field(
-        "", repr=False, description="URL of a Redis that also stores history; empty: none"
-    )
-    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
-        2.0, gt=0, description="timeout of one Redis call; a turn waits at most five times that"
+        "model", description="bits per value of stored history; model: as computed. Fewer cost accuracy"
     )
     history_redis_bytes: Annotated[Bytes, HISTORY] = Field(
         0, ge=0, description="limit on history in Redis; 0: no limit"
@@ -50,9 +40,7 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         86_400.0, gt=0, description="how long history stays on disk and in Redis after a session's last turn"
     )
     turn_lease_s: Annotated[Seconds, HISTORY] = Field(
-        60.0,
-        gt=0,
-        description="how long a staged turn stays without progress or a sign of life of its router",
+        60.0, gt=0, description="how long a staged turn stays without progress or a sign of its router"
     )
     max_waiting: Annotated[int, CAPACITY] = Field(
         64, ge=1, description="requests that may wait for the engine; more are refused"
@@ -61,21 +49,5 @@ class PrefillConfig(WorkerSettings, StoredSettings):
         30.0, gt=0, description="how long a decode worker may be silent, or the send buffer full"
     )
     buffer_bytes: Annotated[Bytes, CAPACITY] = Field(
-        1 << 30,
-        ge=1,
-        description="host memory for blocks that are sent but not yet acknowledged, of all ranks",
+        1 << 30, ge=1, description="host memory for blocks that are not acknowledged yet, of all ranks"
     )
-
-    @model_validator(mode="after")
-    def _is_calibrated_in_one_process(self) -> Self:
-        if self.calibrate and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel} with calibrate; it must be 1, or the model be "
-                "calibrated with kvferry calibrate"
-            )
-        return self
-
-
-def history_size_bytes(config: PrefillConfig) -> int:
-    """Return the size of host memory's history; see `PrefillConfig.history_bytes`."""
-    return config.history_bytes or available_memory_bytes() // _MEMORY_SHARE

@@ -10,10 +10,11 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvferry.services.prefill.config import PrefillConfig, history_size_bytes
+from kvferry.services.prefill.config import PrefillConfig
 from kvferry.services.prefill.parts import PREFILL_RANK, PrefillRanks
 from kvferry.services.prefill.service import PrefillService
 from kvferry.shared.history.disk_history import DiskHistory
+from kvferry.shared.history.host_memory import available_memory_bytes
 from kvferry.shared.history.redis_client import RedisLink, RedisOptions
 from kvferry.shared.history.redis_history import RedisHistory
 from kvferry.shared.history.redis_quota import RedisQuota
@@ -28,6 +29,7 @@ from kvferry.shared.telemetry.metrics import PrefillMetrics
 from kvferry.shared.trust.at_rest import AtRestKeys
 from kvferry.shared.wire.sender import BlockSender
 
+_MEMORY_SHARE = 4
 _COMMIT_TIMEOUT_S = 8.0
 """How long a commit waits for Redis. Less than the router waits for a commit."""
 _TURN_TIMEOUTS = 5.0
@@ -87,7 +89,7 @@ def build_store(config: PrefillConfig, *, spec: ModelSpec, metrics: PrefillMetri
         keys=AtRestKeys.read(config.at_rest_keys),
     )
     store = HistoryStore(
-        max_bytes=history_size_bytes(config),
+        max_bytes=config.history_bytes or available_memory_bytes() // _MEMORY_SHARE,
         num_layers=len(spec.row_layers),
         num_states=len(spec.state_layers),
         turn_lease_s=config.turn_lease_s,

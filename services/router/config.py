@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvferry.shared.compression.presets import check_names
+from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.config import StoredSettings
 from kvferry.shared.process.options import (
     ACCESS,
@@ -16,7 +18,6 @@ from kvferry.shared.process.options import (
     HISTORY,
     MODEL,
     NETWORK,
-    PROCESS,
     TIMEOUTS,
     Bytes,
     Seconds,
@@ -37,23 +38,16 @@ class RouterConfig(StoredSettings):
     )
     prefill_workers: Annotated[str, NETWORK] = Field(
         "127.0.0.1:9001",
-        description="prefill workers' control addresses, comma-separated host:port; a name may "
-        "resolve to many",
+        description="prefill workers' host:port, comma-separated; a name may resolve to many",
     )
     decode_workers: Annotated[str, NETWORK] = Field(
-        "127.0.0.1:9002", description="decode workers' control addresses, likewise"
+        "127.0.0.1:9002", description="decode workers' host:port, likewise"
     )
     worker_metrics: Annotated[str, NETWORK] = Field(
         "", description="host:port of the metrics that /metrics?all=1 includes"
     )
-    model: Annotated[str, MODEL] = Field(
-        "demo",
-        description="model whose tokenizer is used: local folder, GGUF file, hub id, demo or smollm2",
-    )
     model_aliases: Annotated[str, MODEL] = Field(
-        "",
-        description="further names by which requests may call the model, comma-separated; answers have "
-        "its own",
+        "", description="further names of the model in requests, comma-separated; answers have its own"
     )
     generation_config: Annotated[str, MODEL] = Field(
         "auto",
@@ -71,9 +65,7 @@ class RouterConfig(StoredSettings):
         "", description="TOML file of hashed keys with scopes and limits; read again when it changes"
     )
     cors_origins: Annotated[str, ACCESS] = Field(
-        "",
-        description="origins whose pages may use the API from a browser, comma-separated; * for any; empty: "
-        "none",
+        "", description="origins whose pages may use the API, comma-separated; * for any; empty: none"
     )
     allowed_hosts: Annotated[str, ACCESS] = Field(
         "",
@@ -89,16 +81,10 @@ class RouterConfig(StoredSettings):
     )
 
     default_method: Annotated[str, COMPRESSION] = Field(
-        "rdkv",
-        description="compression method of requests that name none; rocketkv where it does not go with the "
-        "model",
+        "rdkv", description="method of requests that name none; rocketkv where it does not go with the model"
     )
     default_retention: Annotated[float, COMPRESSION] = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the prompt that the default method retains where a request gives no budget; 0: "
-        "the method's own",
+        0.0, ge=0, le=1, description="share of a prompt that the default method retains; 0: its own budget"
     )
     allowed_methods: Annotated[str, COMPRESSION] = Field(
         "", description="methods a request may name; empty allows all"
@@ -130,13 +116,6 @@ class RouterConfig(StoredSettings):
         description="bytes, without KV, of one key's sessions and responses together, of its documents, and "
         "of its prompts without a session; 0: no limit",
     )
-    history_redis: Annotated[str, HISTORY] = Field(
-        "", repr=False, description="URL of the Redis that stores sessions; empty stores them in memory"
-    )
-    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
-        2.0, gt=0, description="timeout of one Redis call"
-    )
-
     implicit_sessions: Annotated[int, HISTORY] = Field(
         16, ge=0, description="prompts without a session id whose KV stays reusable, per API key; 0: none"
     )
@@ -161,9 +140,6 @@ class RouterConfig(StoredSettings):
     )
     max_body_bytes: Annotated[Bytes, ACCESS] = Field(8 << 20, ge=1024, description="largest request body")
     max_header_bytes: Annotated[Bytes, ACCESS] = Field(64 << 10, ge=1024, description="largest request head")
-    shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
-        10.0, ge=0, description="how long in-flight requests may still run at shutdown"
-    )
 
     status_interval_s: Annotated[Seconds, TIMEOUTS] = Field(
         1.0, gt=0, description="interval of status calls to workers"
@@ -184,6 +160,13 @@ class RouterConfig(StoredSettings):
         for option in ("prefill_workers", "decode_workers", "worker_metrics"):
             for entry in split_list(getattr(self, option)):
                 parse_address(option, entry)
+        allowed = split_list(self.allowed_methods)
+        check_names("default_method", [self.default_method])
+        check_names("allowed_methods", allowed)
+        if allowed and self.default_method not in allowed:
+            raise ConfigurationError(
+                f"default_method is {self.default_method!r}; allowed_methods are {self.allowed_methods}"
+            )
         if bool(self.tls_cert) != bool(self.tls_key):
             given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
             raise ValueError(f"{given} is {getattr(self, given)!r} and {missing} is empty; both are needed")

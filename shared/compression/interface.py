@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvferry.kernels.column_sums import ColumnSums, column_sums, window_scores
 from kvferry.kernels.descriptors import ALIGNMENT_BYTES
-from kvferry.shared.compression.plan import CompressionPlan, ParamValue
+from kvferry.shared.compression.plan import METHOD_GROUP, CompressionPlan, ParamValue
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import StateSpec, row_names
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvferry.shared.compression.attention import AttentionKind
     from kvferry.shared.compression.formats.interface import LayerFormat
 
-
-GROUP = "kvferry.methods"
 _BROUGHT = {
     "scorer": "scorer",
     "representation": "format",
@@ -363,10 +361,10 @@ def installed_methods() -> Mapping[str, Method]:
     Raises: ConfigurationError: an entry point cannot be loaded, is not a `Method`, or its name is taken.
     """
     methods: dict[str, Method] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entry_points(group=METHOD_GROUP):
         method = _load(entry)
         if methods.setdefault(entry.name, method) is not method:
-            raise ConfigurationError(f"two entry points of {GROUP} are named {entry.name!r}")
+            raise ConfigurationError(f"two entry points of {METHOD_GROUP} are named {entry.name!r}")
     return methods
 
 
@@ -404,11 +402,11 @@ def _load(entry: EntryPoint) -> Method:
         method = entry.load()
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"entry point {entry.name!r} of {GROUP} cannot be loaded: {error}"
+            f"entry point {entry.name!r} of {METHOD_GROUP} cannot be loaded: {error}"
         ) from error
     if not isinstance(method, Method) or method.plan.method != entry.name:
         raise ConfigurationError(
-            f"entry point {entry.name!r} of {GROUP} is {entry.value}; it must be a Method whose plan has the "
-            "entry point's name"
+            f"entry point {entry.name!r} of {METHOD_GROUP} is {entry.value}; it must be a Method whose plan "
+            "has the entry point's name"
         )
     return method

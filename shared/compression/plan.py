@@ -18,6 +18,8 @@ from kvferry.shared.errors import OTHER_RELEASE, InvalidRequest
 
 ParamValue = int | float | bool | str
 _Entry = TypeVar("_Entry")
+METHOD_GROUP = "kvferry.methods"
+"""The entry points of installed packages' methods."""
 WINDOW_FORMAT = "window"
 """The format of the layers in which the model attends to a window of tokens, whatever the method."""
 STATE_FORMAT = "state"

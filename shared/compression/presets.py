@@ -6,15 +6,16 @@ The router calls `plan_for` for each request and sends the plan to decode, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any
 
-from kvferry.shared.compression.formats import format_class
-from kvferry.shared.compression.interface import installed_methods, with_installed
 from kvferry.shared.compression.plan import (
     DRAFT_KERNEL_SIZE,
     DRAFT_TOKENS,
+    METHOD_GROUP,
     REBUDGET_TOKENS,
     RECONSTRUCTION,
     Budget,
@@ -23,7 +24,7 @@ from kvferry.shared.compression.plan import (
     Part,
 )
 from kvferry.shared.compression.rdkv.epsilon import OWN_TABLE
-from kvferry.shared.errors import InvalidRequest
+from kvferry.shared.errors import ConfigurationError, InvalidRequest
 
 _COMPACTOR = Part(
     name="compactor",
@@ -194,7 +195,22 @@ PRESETS: Mapping[str, CompressionPlan] = {
 }
 
 
+def check_names(option: str, names: Iterable[str]) -> None:
+    """Check the methods that an option names. None is loaded, so that options need not wait for torch.
+
+    Raises: ConfigurationError: there is no such method.
+    """
+    known = (*PRESETS, *sorted(entry.name for entry in entry_points(group=METHOD_GROUP)))
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigurationError(f"{option} is {name!r}; {hint}There are {', '.join(known)}")
+
+
 def _plans() -> Mapping[str, CompressionPlan]:
+    from kvferry.shared.compression.interface import installed_methods, with_installed
+
     installed = {name: method.plan for name, method in installed_methods().items()}
     return with_installed("methods", PRESETS, installed)
 
@@ -250,6 +266,8 @@ def plan_for(
 def _without_defaults(plan: CompressionPlan) -> CompressionPlan:
     """Leave out parameters of the format that plans may lack where they have their defaults: workers of an
     earlier release refuse a plan with a name that they do not know."""
+    from kvferry.shared.compression.formats import format_class
+
     part = plan.representation
     defaults = format_class(part).defaults
     if not defaults.keys() & part.params.keys():

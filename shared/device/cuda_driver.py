@@ -7,10 +7,11 @@ nobody wants on a machine with a GPU; so the reason is found here, before the mo
 from __future__ import annotations
 
 import re
+import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
-import torch
 
 from kvferry.shared.errors import ConfigurationError
 
@@ -49,6 +50,15 @@ def driver_problem(driver: str | None, cuda: str | None) -> str | None:
     return None
 
 
+def torch_build() -> tuple[str | None, str | None]:
+    """Return the versions of CUDA and ROCm that torch is built for, each or none; torch is not imported."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    names = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return names.get("cuda"), names.get("hip")
+
+
 def check_device(device: str) -> None:
     """Refuse a CUDA device that torch cannot use, with the reason; warn if `auto` means the CPU although
     there is a GPU.
@@ -56,14 +66,20 @@ def check_device(device: str) -> None:
     Args: device: as a worker's option.
     Raises: ConfigurationError.
     """
+    import torch
+
     if torch.cuda.is_available() or not device.startswith(("cuda", "auto")):
         return
-    driver = driver_version()
-    problem = driver_problem(driver, torch.version.cuda)
     if device.startswith("cuda"):
-        reason = (
-            problem or "the driver fits, so look at nvidia-smi, CUDA_VISIBLE_DEVICES and the devices' state"
-        )
-        raise ConfigurationError(f"device is {device!r}, and torch finds no CUDA device: {reason}")
-    if driver is not None:
-        _log.warning("this machine has an NVIDIA driver, and the model runs on the CPU", reason=problem or "")
+        raise no_cuda(device, torch.version.cuda)
+    if (driver := driver_version()) is not None:
+        reason = driver_problem(driver, torch.version.cuda) or ""
+        _log.warning("this machine has an NVIDIA driver, and the model runs on the CPU", reason=reason)
+
+
+def no_cuda(device: str, cuda: str | None) -> ConfigurationError:
+    """Return the error of a CUDA device that there is not. Args: cuda: as of `driver_problem`."""
+    reason = driver_problem(driver_version(), cuda) or (
+        "the driver fits, so look at nvidia-smi, CUDA_VISIBLE_DEVICES and the devices' state"
+    )
+    return ConfigurationError(f"device is {device!r}, and torch finds no CUDA device: {reason}")

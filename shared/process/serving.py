@@ -74,15 +74,12 @@ def reachable(address: str) -> str:
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
-def check_free(option: str, value: str) -> None:
-    """Check that an address can be bound, before a long start.
-
-    Raises: ConfigurationError naming the option.
-    """
+def bind(option: str, value: str, *, backlog: int | None = None) -> socket.socket:
+    """Listen on an address. Raises: ConfigurationError naming the option."""
     host, port = parse_address(option, value)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, port), family=family).close()
+        return socket.create_server((host, port), family=family, backlog=backlog)
     except OSError as error:
         raise ConfigurationError(f"{option} is {value!r}; it cannot be bound: {error}") from error
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.serving import (
     announce_ready,
-    check_free,
+    bind,
     close_within,
     format_address,
     parse_address,
@@ -125,8 +125,8 @@ def test_an_occupied_address_is_found_early() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = format_address(*taken.getsockname())
         with pytest.raises(ConfigurationError, match=f"listen is '{address}'; it cannot be bound"):
-            check_free("listen", address)
-    check_free("listen", address)
+            bind("listen", address)
+    bind("listen", address).close()
 
 
 def test_free_port_can_be_bound() -> None:

@@ -43,9 +43,10 @@ from kvferry.shared.compression.presets import method_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import SUFFIX as EPSILON_SUFFIX
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable, install_tables, own_table
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.checkpoint import DEMO_NAME
+from kvferry.shared.model.checkpoint import DEMO_NAME, read_object, resolve_model_path
 from kvferry.shared.model.interface import LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.model_types import text_type
 from kvferry.shared.model.tokenizer import ChatTokenizer
 from kvferry.shared.process.command_line import option_name
 from kvferry.tools.evaluation.calibration_config import CalibrateConfig
@@ -292,10 +293,17 @@ class _Measurement:
             "commit": commit(),
             "hardware": hardware(config.device),
             "model": Path(config.model).name,
+            "family": self._family(),
             "dtype": self._spec.dtype,
             "samples": config.samples,
             "length": config.length,
         }
+
+    def _family(self) -> str:
+        """Return the family for which the curves stand. The demo is of a common type, and stands for none."""
+        if self._config.model == DEMO_NAME:
+            return ""
+        return text_type(read_object(resolve_model_path(self._config.model, weights=False) / "config.json"))
 
 
 class _Rows:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
+import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 import httpx
+from pydantic import ValidationError
 
-from kvferry.services.router.http.access import KeyFile
+from kvferry.services.router.http.access import ApiKey, KeyFile
 from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
@@ -29,7 +32,39 @@ _TIMEOUT_S = 60.0
 _FORGET_TIMEOUT_S = 600.0
 
 
-def stored(kind: Kind, config: StoredConfig) -> int:
+def new_key(name: str) -> None:
+    """Make an API key: prints it, once, and its entry for the router's --api-keys-file.
+
+    Args:
+        name: its holder, as logs and metrics show it.
+    """
+    key, entry = make_key(name)
+    sys.stdout.write(f"{key}\n\n{entry}")
+
+
+def make_key(name: str) -> tuple[str, str]:
+    """Make a random key and its entry for a key file. Raises: ConfigurationError: the name is not allowed."""
+    key = f"kvf-{secrets.token_urlsafe(32)}"
+    entry = {"name": name, "hash": f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"}
+    try:
+        ApiKey.model_validate(entry)
+    except ValidationError:
+        message = f"name is {name!r}; it must be 1 to 64 of A-Z a-z 0-9 . _ -"
+        raise ConfigurationError(message) from None
+    return key, f'[[key]]\nname = "{name}"\nhash = "{entry["hash"]}"\nscopes = ["chat"]\n'
+
+
+def sessions(config: StoredConfig) -> int:
+    """List a key's sessions, or delete one; see `_stored`."""
+    return _stored("sessions", config)
+
+
+def documents(config: StoredConfig) -> int:
+    """List a key's documents, or delete one; see `_stored`."""
+    return _stored("documents", config)
+
+
+def _stored(kind: Kind, config: StoredConfig) -> int:
     """List what the key has stored, or delete one. Returns the exit code.
 
     Raises: KvferryError: the router cannot be reached or refuses.

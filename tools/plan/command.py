@@ -6,26 +6,26 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvferry.models import SHIPPED_CALIBRATION
-from kvferry.shared.compression.applicable import applicable_methods
-from kvferry.shared.compression.calibrations import calibration_files
-from kvferry.shared.compression.curves import SUFFIX, ModelCurves, QualityCurve, load_curves
+from kvferry.shared.compression.curves import QualityCurve
 from kvferry.shared.compression.plan import Budget, CompressionPlan
-from kvferry.shared.compression.presets import plan_for, preset
+from kvferry.shared.compression.presets import check_names, plan_for, preset
 from kvferry.shared.compression.rdkv.epsilon import install_tables
 from kvferry.shared.errors import ConfigurationError
-from kvferry.tools.plan.advice import Advice, advise
+from kvferry.shared.model.checkpoint import model_fingerprint, read_object, resolve_model_path
+from kvferry.shared.model.model_types import check_described, text_type
 from kvferry.tools.plan.config import PlanConfig
-from kvferry.tools.plan.machine import MeasuredMachine, find_machine
-from kvferry.tools.plan.model import read_model
-from kvferry.tools.plan.predict import Deployment, Prediction, Workload, disaggregated, together
+from kvferry.tools.plan.curves import PlanCurves, find_curves
+from kvferry.tools.plan.machine import Machine, MeasuredMachine, find_machine
 
-_CURVES = "demo-550c2155.quality.json"
+if TYPE_CHECKING:
+    from kvferry.tools.plan.advice import Advice
+    from kvferry.tools.plan.predict import Deployment, Prediction
+
 _BITS_PER_BYTE = 8
 _COLUMNS = (
     "method", "retention", "shipped, MB", "arena, MB", "prefill, s", "compress, s", "transfer, s",
@@ -42,8 +42,33 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
         ConfigurationError: an option is wrong.
         UnsupportedModel: kvferry does not serve the model.
     """
-    install_tables(config.epsilon_tables, calibration=config.calibration)
+    # Mistakes are told before torch is imported, which takes seconds.
+    check_names("--methods", [name for name in _named(config.methods) if name != "all"])
     machine = find_machine(config.machine)
+    install_tables(config.epsilon_tables, calibration=config.calibration)
+    return _plan_for_machine(config, machine, _curves(config), console or Console(highlight=False))
+
+
+def _curves(config: PlanConfig) -> PlanCurves:
+    """Find the curves for the model. Raises: as `run`."""
+    folder = resolve_model_path(config.model, weights=False)
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"--model is {config.model!r}, which has no config.json")
+    described = read_object(folder / "config.json")
+    check_described(described)
+    try:
+        fingerprint = model_fingerprint(folder, dtype="float32")
+    except ConfigurationError:  # its weights are not on this machine
+        fingerprint = ""
+    return find_curves(config, fingerprint=fingerprint, family=text_type(described))
+
+
+def _plan_for_machine(config: PlanConfig, machine: Machine, curves: PlanCurves, console: Console) -> int:
+    from kvferry.shared.compression.applicable import applicable_methods
+    from kvferry.tools.plan.advice import advise
+    from kvferry.tools.plan.model import read_model
+    from kvferry.tools.plan.predict import Deployment, Workload, disaggregated, together
+
     dtype = machine.dtype if config.plan_dtype == "auto" else config.plan_dtype
     model = read_model(config.model, dtype=dtype)
     deployment = Deployment(
@@ -60,51 +85,41 @@ def run(config: PlanConfig, *, console: Console | None = None) -> int:
         first_token_bound_s=config.first_token_bound_s,
         per_token_bound_s=config.per_token_bound_s,
     )
-    plans = chosen_plans(config, applicable_methods(model.spec.layers), deployment)
+    plans = chosen_plans(config, applicable_methods(model.spec.layers), machine, curves)
     apart = {name: disaggregated(deployment, plan, load) for name, plan in plans.items()}
     advice = advise(apart, lambda least: together(deployment, plans["full"], load, least_workers=least))
     alone = together(deployment, plans["full"], load)
     if config.json_output:
         sys.stdout.write(
-            json.dumps(_report(config, deployment, plans, apart, alone, advice), indent=1) + "\n"
+            json.dumps(_report(config, deployment, curves, plans, apart, alone, advice), indent=1) + "\n"
         )
     else:
-        _show(console or Console(highlight=False), config, deployment, plans, apart, alone, advice)
+        lines = _lines(config, deployment, curves, plans, apart, alone, advice)
+        # Not wrapped, so that a narrow terminal or a pipe cuts no figure.
+        console.print("\n".join(lines), soft_wrap=True, markup=False)
     return 0 if advice.method is not None else 1
 
 
 def chosen_plans(
-    config: PlanConfig, applicable: tuple[str, ...], deployment: Deployment
+    config: PlanConfig, applicable: tuple[str, ...], machine: Machine, curves: PlanCurves
 ) -> dict[str, CompressionPlan]:
     """Return each method's plan, with the retention that the wanted loss needs; full is always included.
 
     Raises: ConfigurationError: a method does not exist or does not go with the model.
     """
-    machine = deployment.machine
-    measured = tuple(machine.methods) if isinstance(machine, MeasuredMachine) else applicable
-    names = [name.strip() for name in config.methods.split(",")]
+    names = _named(config.methods)
     if config.methods == "all":
-        names = [name for name in applicable if name in measured]
+        measured: Collection[str] = machine.methods if isinstance(machine, MeasuredMachine) else applicable
+        names = tuple(name for name in applicable if name in measured)
     if unknown := [name for name in names if name not in applicable]:
         raise ConfigurationError(
             f"--methods has {unknown[0]!r}; methods of this model are {', '.join(applicable)}"
         )
-    curves = quality_curves(config.calibration, deployment.model.spec.fingerprint).curves
-    return {name: _plan(name, curves.get(name), config.max_loss) for name in ("full", *names)}
+    return {name: _plan(name, curves.by_method.get(name), config.max_loss) for name in ("full", *names)}
 
 
-def quality_curves(calibration: str, fingerprint: str) -> ModelCurves:
-    """Return the curves that were measured on a model, else the demo's.
-
-    Args: calibration: as of `calibration_files`.
-    Raises: ConfigurationError: the folder does not exist, or a file is not a curve file.
-    """
-    files = [load_curves(path) for path in calibration_files(calibration, SUFFIX)]
-    own = [file for file in files if fingerprint in file.fingerprints.values()]
-    if not own:
-        return load_curves(SHIPPED_CALIBRATION / _CURVES)
-    curves = {method: curve for file in own for method, curve in file.curves.items()}
-    return dataclasses.replace(own[-1], curves=curves)
+def _named(methods: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in methods.split(","))
 
 
 def _plan(method: str, curve: QualityCurve | None, max_loss: float) -> CompressionPlan:
@@ -118,13 +133,13 @@ def _plan(method: str, curve: QualityCurve | None, max_loss: float) -> Compressi
 def _report(
     config: PlanConfig,
     deployment: Deployment,
+    curves: PlanCurves,
     plans: Mapping[str, CompressionPlan],
     apart: Mapping[str, Prediction],
     alone: Prediction,
     advice: Advice,
 ) -> dict[str, Any]:
     machine, model = deployment.machine, deployment.model
-    curves = quality_curves(config.calibration, model.spec.fingerprint)
     return {
         "options": config.model_dump(exclude={"log_level", "log_format", "ready_file"}),
         "machine": {"name": machine.name, "times": "modelled" if machine.is_modelled else "measured"},
@@ -137,8 +152,9 @@ def _report(
             "dtype": model.spec.dtype,
         },
         "quality_curves": {
-            "of": curves.name,
-            "are_the_models_own": model.spec.fingerprint in curves.fingerprints.values(),
+            "of": curves.of or None,
+            "whose": curves.whose,
+            "are_the_models_own": curves.whose == "own",
         },
         "methods": {
             name: {"retention": plans[name].budget.retention, **_figures(prediction)}
@@ -160,27 +176,23 @@ def _figures(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _show(
-    console: Console,
+def _lines(
     config: PlanConfig,
     deployment: Deployment,
+    curves: PlanCurves,
     plans: Mapping[str, CompressionPlan],
     apart: Mapping[str, Prediction],
     alone: Prediction,
     advice: Advice,
-) -> None:
+) -> list[str]:
     machine, model = deployment.machine, deployment.model
     times = "modelled from public figures" if machine.is_modelled else "from a fit to measurements"
-    curves = quality_curves(config.calibration, model.spec.fingerprint)
-    of = f"by curves of {curves.name}, another model (kvferry calibrate measures this one's)"
-    if model.spec.fingerprint in curves.fingerprints.values():
-        of = "by the model's own curves"
-    lines = [
+    return [
         f"{model.spec.name}: {model.num_parameters / 1e9:.2f} G parameters, "
         f"{model.weights_bytes / 1e9:.2f} GB; {model.spec.kv_token_bytes / 1024:.1f} KiB of KV a token. "
         f"{machine.name}: times are {times}.",
         f"{config.rate:g} requests a second of {config.prompt_tokens:,} + {config.answer_tokens:,} tokens, "
-        f"link {config.link_gbits:g} Gbit/s; at most {config.max_loss:g} points of answers changed, {of}.",
+        f"link {config.link_gbits:g} Gbit/s; {_quality(config.max_loss, curves)}.",
         "",
         _line(_COLUMNS),
         *(
@@ -191,8 +203,21 @@ def _show(
         "",
         *(f"- {reason}" for reason in advice.reasons),
     ]
-    # Not wrapped, so that a narrow terminal or a pipe cuts no figure.
-    console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def _quality(max_loss: float, curves: PlanCurves) -> str:
+    """Say what is known of the answers' quality, and on which model it was measured."""
+    if curves.whose == "none":
+        return (
+            "each method has its own budget, and what that loses with this model is not known: no model of "
+            "its family has quality curves (kvferry calibrate measures them)"
+        )
+    model = {
+        "own": "the model's own curves",
+        "family": f"curves of {curves.of}, a model of its family (kvferry calibrate measures this one's)",
+        "named": f"curves of {curves.of}, as --curves-of says, which may be far off",
+    }
+    return f"at most {max_loss:g} points of answers changed, by {model[curves.whose]}"
 
 
 def _cells(name: str, retention: float | None, prediction: Prediction) -> tuple[str, ...]:

@@ -52,7 +52,13 @@ class PlanConfig(PlanSettings):
         ge=0,
         le=100,
         description="percentage points of answers that may differ from the full KV's; decides the retention, "
-        "by the model's quality curves (kvferry calibrate), or the demo model's where it has none",
+        "by quality curves (kvferry calibrate) of the model or of one of its family. Without them a method "
+        "has its own budget, and a stated --max-loss is refused",
+    )
+    curves_of: Annotated[str, COMPRESSION] = Field(
+        "",
+        description="model by whose quality curves --max-loss decides, though they may be far off for this "
+        "one: demo, or a name of kvferry calibrate's files",
     )
     json_output: Annotated[bool, RESULTS, JSON] = Field(
         False, description="print JSON in place of the tables"

@@ -12,12 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvferry.shared.compression.plan import CompressionPlan
 from kvferry.shared.errors import ConfigurationError
-from kvferry.shared.model.spec import DTypeName
-from kvferry.tools.plan.model import ModelCost
-from kvferry.tools.plan.sizes import Sizes
+
+if TYPE_CHECKING:
+    from kvferry.shared.model.spec import DTypeName
+    from kvferry.tools.plan.model import ModelCost
+    from kvferry.tools.plan.sizes import Sizes
 
 
 class Machine(ABC):

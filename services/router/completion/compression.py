@@ -43,20 +43,12 @@ class ChosenPlan:
 class PlanChooser:
     """The server's default plan, the methods that requests may name, and their quality curves.
 
-    Raises: ConfigurationError where an option names a method that does not exist or is not allowed, or
-        quality curves cannot be read.
+    Raises: ConfigurationError where the default method takes no budget and has one, or quality curves cannot
+        be read.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        known = method_names()
-        self.allowed = split_list(config.allowed_methods) or known
-        unknown = [name for name in (*self.allowed, config.default_method) if name not in known]
-        if unknown:
-            raise ConfigurationError(f"Unknown method {unknown[0]!r}; there are {', '.join(known)}")
-        if config.default_method not in self.allowed:
-            raise ConfigurationError(
-                f"default_method is {config.default_method!r}; allowed_methods are {', '.join(self.allowed)}"
-            )
+        self.allowed = split_list(config.allowed_methods) or method_names()
         self._default_method = config.default_method
         self._default_budget = Budget(retention=config.default_retention or None)
         try:

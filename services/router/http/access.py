@@ -17,9 +17,7 @@ minute begins with the first use that is counted in it. Each count is one key in
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import secrets
 import time
 import tomllib
 from collections import Counter
@@ -123,21 +121,6 @@ class KeyFile:
         """Return the key with this SHA-256. Every key is compared, in constant time."""
         same = [hmac.compare_digest(key.hash, f"sha256:{digest}") for key in self.keys]
         return next((key for key, found in zip(self.keys, same, strict=True) if found), None)
-
-
-def new_key(name: str) -> tuple[str, str]:
-    """Make a random key and its entry for a key file.
-
-    Raises: ConfigurationError where the name is not allowed.
-    """
-    key = f"kvf-{secrets.token_urlsafe(32)}"
-    entry = {"name": name, "hash": f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"}
-    try:
-        ApiKey.model_validate(entry)
-    except ValidationError:
-        message = f"name is {name!r}; it must be 1 to 64 of A-Z a-z 0-9 . _ -"
-        raise ConfigurationError(message) from None
-    return key, f'[[key]]\nname = "{name}"\nhash = "{entry["hash"]}"\nscopes = ["chat"]\n'
 
 
 @dataclass

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import resource
 import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,10 +18,9 @@ from fastapi import FastAPI
 
 from kvferry.services.router.config import RouterConfig
 from kvferry.services.router.http.middleware import BoundedH11Protocol
-from kvferry.shared.errors import ConfigurationError
 from kvferry.shared.process.draining import Drain
 from kvferry.shared.process.freeing_rate import FreeingRate
-from kvferry.shared.process.serving import HANDSHAKE_S, format_address, parse_address
+from kvferry.shared.process.serving import HANDSHAKE_S, bind, format_address
 
 _STARTUP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 1
@@ -61,8 +59,10 @@ async def http_server(app: FastAPI, config: RouterConfig) -> AsyncIterator[str]:
 
     Raises: ConfigurationError where the address cannot be bound.
     """
-    _check_tls(config)
-    listener = _listen(config.listen)
+    listener = bind("listen", config.listen, backlog=_BACKLOG)
+    listener.setblocking(False)
+    # Accepted connections inherit it. Without it a token waits until the client acknowledges the last one.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host, port = listener.getsockname()[:2]
     server = _Server(_uvicorn_config(app, config))
     try:
@@ -119,17 +119,6 @@ def _uvicorn_config(app: FastAPI, config: RouterConfig) -> uvicorn.Config:
     )
 
 
-def _check_tls(config: RouterConfig) -> None:
-    if config.tls_cert:
-        try:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(config.tls_cert, config.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(
-                f"tls_cert is {config.tls_cert!r} and tls_key {config.tls_key!r}; they do not load: {error}"
-            ) from None
-
-
 def _room_for_connections() -> int:
     """Count the connections that the process may have beside other files, after raising its limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -139,16 +128,3 @@ def _room_for_connections() -> int:
         soft = wanted
     files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
     return max(16, files - _OTHER_FILES)
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address("listen", address)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigurationError(f"listen is {address!r}; it cannot be bound: {error}") from None
-    listener.setblocking(False)
-    # Accepted connections inherit it. Without it a token waits until the client acknowledges the last one.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

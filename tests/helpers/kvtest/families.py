@@ -1,6 +1,6 @@
 """The families that tests check against transformers' `generate`, each as a tiny configuration.
 
-`shared/model/support.py` accepts these model types and no others; `docs/models.md` lists them.
+`shared/model/model_types.py` has these model types and no others; `docs/models.md` lists them.
 """
 
 from __future__ import annotations

@@ -189,5 +189,5 @@ async def test_a_cancelled_request_leaves_nothing_and_others_go_on(one, several)
 
 
 def test_the_shadow_check_is_refused_with_ranks():
-    with pytest.raises(ValueError, match="shadow_check is 8 with tensor_parallel 2; it must be 0"):
+    with pytest.raises(ValueError, match="tensor_parallel is 2 with shadow_check; it must be 1"):
         DecodeConfig(shadow_check=8, tensor_parallel=2)

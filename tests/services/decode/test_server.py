@@ -7,9 +7,12 @@ import time
 import urllib.request
 
 import pytest
+from kvtest.command import kvferry
 from kvtest.decode import Shipper
+from kvtest.families import FAMILIES
 from kvtest.processes import started
 
+from kvferry.services.decode.config import GROWTH_TOKENS
 from kvferry.shared.control.client import GrpcDecodeClient
 from kvferry.shared.control.messages import GenerationFinished, TransferAccepted
 from kvferry.shared.model.loading import load_model
@@ -74,3 +77,11 @@ async def test_a_worker_process_serves_a_request_and_stops_on_a_signal(worker, r
         sender.close()
     worker.popen.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.popen.wait, STOP_TIMEOUT_S) == 0
+
+
+def test_an_arena_without_room_for_a_sequence_is_an_error_at_start(tmp_path):
+    FAMILIES["deepseek_v2"].save(tmp_path)  # the size of its rows is known once it is loaded
+    least = load_model(tmp_path, device="cpu").spec.full_bytes(GROWTH_TOKENS)
+    done = kvferry("decode", "--model", str(tmp_path), "--arena-bytes", str(least - 1))
+    assert done.returncode == 2
+    assert f"kvferry decode: arena_bytes is {least - 1}; it must be at least {least}" in done.stderr

@@ -13,7 +13,7 @@ import torch
 from kvtest.decode import PromptCache, SmallModel
 
 from kvferry.services.decode import engine, memory, sequence
-from kvferry.services.decode.memory import GROWTH_TOKENS
+from kvferry.services.decode.config import GROWTH_TOKENS
 from kvferry.shared.control.messages import SharedStart
 from kvferry.shared.device.cuda_device import CudaDevice
 from kvferry.shared.device.step_device import StepDevice, written_so_far

@@ -51,6 +51,21 @@ def test_what_changes_nothing_is_left_out_with_a_sentence() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "notes"),
+    [
+        (["m", "-fa", "-c", "4096"], ["--model", "m", "--max-model-len", "4096"], ["-fa"]),
+        (["m", "-fa", "on", "--seed", "-1"], ["--model", "m"], ["-fa on", "--seed -1"]),
+        (["m", "-ctk", "q8_0", "-ctv=q8_0"], ["--model", "m"], ["-ctk q8_0", "-ctv q8_0"]),
+        (["--alias", "mine", "--ssl-key-file=k"], ["--model-name", "mine", "--tls-key", "k"], []),
+    ],
+)
+def test_a_flag_takes_the_value_that_it_has(theirs: list[str], ours: list[str], notes: list[str]) -> None:
+    found, told = as_ours(theirs)
+    assert found == ours
+    assert [note.partition(" is left out: ")[0] for note in told] == notes
+
+
 @pytest.mark.parametrize("flag", sorted(other_servers._REFUSED))
 def test_what_would_change_answers_is_refused_with_a_sentence(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{flag} is no option of kvferry serve: "):
@@ -60,6 +75,8 @@ def test_what_would_change_answers_is_refused_with_a_sentence(flag: str) -> None
 def test_a_flag_without_its_value_is_a_mistake() -> None:
     with pytest.raises(ConfigurationError, match="--port has no value"):
         as_ours(["m", "--port"])
+    with pytest.raises(ConfigurationError, match="--host has no value"):
+        as_ours(["m", "--host", "--port", "1"])
 
 
 def test_the_command_says_it_and_ends_with_code_2() -> None:

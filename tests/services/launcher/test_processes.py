@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.services.launcher import process
 from kvferry.services.launcher.process import process_context
-from kvferry.services.launcher.processes import divide_threads, usable_cpus
+from kvferry.services.launcher.processes import divide_threads
 
 
 @pytest.mark.parametrize(("num_cpus", "expected"), [(1, (1, 1)), (2, (2, 1)), (4, (4, 1)), (16, (16, 5))])
@@ -22,8 +22,8 @@ def test_a_request_holds_for_each() -> None:
     assert divide_threads(3, 2) == (3, 3)
 
 
-def test_usable_cpus_is_at_least_one() -> None:
-    assert usable_cpus() >= 1
+def test_the_processors_of_this_machine_count_if_none_are_given() -> None:
+    assert min(divide_threads(0)) >= 1
 
 
 @pytest.mark.parametrize(

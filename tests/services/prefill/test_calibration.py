@@ -109,7 +109,7 @@ def test_the_command_calibrates_where_it_is_asked_to(
     monkeypatch.setattr(server, "run", run)
     folder = tmp_path / "made"
     with pytest.raises(SystemExit) as end:
-        cli.main(["prefill", "--calibration", str(folder), *(["--calibrate"] if asked else [])])
+        cli.main(["prefill", *(["--calibrate", "--calibration", str(folder)] if asked else [])])
     assert end.value.code == 0
     assert (given[0] is not None) is asked
     assert folder.is_dir() is asked

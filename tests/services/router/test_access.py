@@ -15,8 +15,9 @@ from kvtest.waiting import eventually
 
 from kvferry.services.router.app import Timing
 from kvferry.services.router.http import access
-from kvferry.services.router.http.access import KeyFile, new_key
+from kvferry.services.router.http.access import KeyFile
 from kvferry.shared.errors import ConfigurationError
+from kvferry.tools.operate.command import make_key
 
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "the red castle ."}], "max_tokens": 2}
 TIMING = Timing(recovery_backoff_s=0.01, keys_interval_s=0.05)
@@ -212,13 +213,13 @@ def test_an_invalid_file_is_an_error_at_start_that_shows_no_hash(write: Any, tex
 
 
 def test_a_new_key_fits_its_entry() -> None:
-    key, text = new_key("alice")
+    key, text = make_key("alice")
     (made,) = tomllib.loads(text)["key"]
     assert made["hash"] == f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
     assert len(key) > 40
-    assert new_key("alice")[0] != key
+    assert make_key("alice")[0] != key
     with pytest.raises(ConfigurationError, match="name is"):
-        new_key("a b")
+        make_key("a b")
 
 
 async def test_routers_of_one_redis_count_together_and_alone_without_it(

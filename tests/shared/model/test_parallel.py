@@ -36,13 +36,14 @@ from kvferry.shared.errors import (
 from kvferry.shared.model.bridge import TransformersModel
 from kvferry.shared.model.interface import Division, LanguageModel
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.model_types import PARALLEL_TYPES
 from kvferry.shared.model.parallel import passes
 from kvferry.shared.model.parallel.lead import LeadingRank
 from kvferry.shared.model.parallel.model import ParallelModel, load_parallel_model
 from kvferry.shared.model.parallel.ranks import backend_for
 from kvferry.shared.model.question import Question
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.support import PARALLEL_TYPES, check_parallel
+from kvferry.shared.model.support import check_parallel
 from kvferry.shared.wire.messages import TransferKey
 
 # A process has one group of ranks at a time: the last tests end the one that those before share.

@@ -17,8 +17,9 @@ from kvferry.shared.errors import UnsupportedModel
 from kvferry.shared.model import adapters
 from kvferry.shared.model.bridge import PrefillPass, attention_forward
 from kvferry.shared.model.loading import load_model
+from kvferry.shared.model.model_types import MODEL_TYPES, check_described
 from kvferry.shared.model.spec import ModelSpec
-from kvferry.shared.model.support import MODEL_TYPES, check_config
+from kvferry.shared.model.support import check_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV32", {}, "an indexer selects .* in layer 0"),
@@ -151,6 +152,18 @@ def test_the_logits_of_a_llama_4_prompt_are_those_of_its_prefixes(tmp_path: Path
 def test_accepted_model_types_are_those_that_tests_check() -> None:
     text_configs = [family.config().get_text_config() for family in FAMILIES.values()]
     assert {config.model_type for config in text_configs} == MODEL_TYPES
+
+
+def test_no_accepted_type_is_refused_by_its_name_alone() -> None:
+    for family in FAMILIES.values():
+        check_described(family.config().to_dict())
+    check_described({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
+    check_described({"model_type": "gemma3"})
+    check_described({"model_type": "gemma3", "text_config": {"vocab_size": 3}})
+    check_described({"vocab_size": 3})
+    for described in ({"model_type": "bert"}, {"model_type": "llava", "text_config": {"model_type": "bert"}}):
+        with pytest.raises(UnsupportedModel, match="model type 'bert' has not been checked"):
+            check_described(described)
 
 
 SPEC = ModelSpec(

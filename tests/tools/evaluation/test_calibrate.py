@@ -135,6 +135,7 @@ def test_one_command_measures_table_and_curves_and_says_what_they_say(
     assert {curve.measure for curve in found.curves.values()} == {"agreement"}
     assert found.fingerprints["float32"] == found.fingerprints["served"]
     assert found.origin["command"].startswith("kvferry calibrate --threads 1 --length 256")
+    assert found.origin["family"] == "", "the demo stands for no other model"
     for curve in found.curves.values():
         assert len(curve.observations) == 4  # two retentions of two groups
         assert curve.lowest_nll < curve.highest_nll

@@ -12,9 +12,8 @@ import pytest
 from kvtest.ports import free_port
 from kvtest.stack import serving
 
-from kvferry.services.router.http.access import new_key
 from kvferry.shared.errors import ConfigurationError, KvferryError, WorkerUnavailable
-from kvferry.tools.operate.command import keys, stored
+from kvferry.tools.operate.command import documents, keys, make_key, sessions
 from kvferry.tools.operate.config import KeysConfig, StoredConfig
 
 
@@ -34,32 +33,32 @@ def test_a_keys_sessions_and_documents_are_listed_and_deleted(
             assert client.post("/v1/chat/completions", json={**body, "session_id": name}).status_code == 200
         assert client.post("/v1/documents", json={"id": "book", "text": "quiet bridge " * 40}).is_success
     mine = StoredConfig(url=url, api_key="one")
-    stored("sessions", mine)
+    sessions(mine)
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["id", "tokens", "turns"]
     assert {line.split()[0] for line in lines} == {"first", "second"}
-    stored("documents", StoredConfig(url=url, api_key="one", json_output=True))
+    documents(StoredConfig(url=url, api_key="one", json_output=True))
     (document,) = json.loads(capsys.readouterr().out)
     assert (document["id"], document["tokens"] >= 80) == ("book", True)
-    stored("sessions", StoredConfig(url=url, api_key="two", json_output=True))
+    sessions(StoredConfig(url=url, api_key="two", json_output=True))
     assert json.loads(capsys.readouterr().out) == []
-    stored("sessions", StoredConfig(url=url, api_key="one", delete_id="first"))
+    sessions(StoredConfig(url=url, api_key="one", delete_id="first"))
     assert capsys.readouterr().out == "deleted first\n"
-    stored("sessions", mine)
+    sessions(mine)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["second"]
 
 
 def test_refusals_are_the_routers_words(url: str) -> None:
     with pytest.raises(KvferryError, match="nothing"):
-        stored("documents", StoredConfig(url=url, api_key="one", delete_id="nothing"))
+        documents(StoredConfig(url=url, api_key="one", delete_id="nothing"))
     with pytest.raises(KvferryError, match="key"):
-        stored("sessions", StoredConfig(url=url, api_key="wrong"))
+        sessions(StoredConfig(url=url, api_key="wrong"))
     with pytest.raises(WorkerUnavailable, match="cannot be reached"):
-        stored("sessions", StoredConfig(url=f"http://127.0.0.1:{free_port()}"))
+        sessions(StoredConfig(url=f"http://127.0.0.1:{free_port()}"))
 
 
 def test_keys_are_listed_without_their_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, entry = new_key("alice")
+    _, entry = make_key("alice")
     (tmp_path / "keys.toml").write_text(entry + "tokens_per_minute = 1000\n")
     config = KeysConfig(api_keys_file=str(tmp_path / "keys.toml"))
     keys(config)
@@ -86,7 +85,7 @@ def test_a_key_is_forgotten_by_its_name_or_hash(
             assert client.post("/v1/chat/completions", json={**body, "session_id": "s"}).status_code == 200
         keys(KeysConfig(url=url, api_key="one", api_keys_file=str(file), forget=forget))
         assert capsys.readouterr().out == f"deleted 1 sessions and 0 documents of {key_hash}\n"
-        stored("sessions", StoredConfig(url=url, api_key="two", json_output=True))
+        sessions(StoredConfig(url=url, api_key="two", json_output=True))
         assert json.loads(capsys.readouterr().out) == []
     with pytest.raises(ConfigurationError, match="--forget is 'nobody'"):
         keys(KeysConfig(url=url, api_key="one", api_keys_file=str(file), forget="nobody"))
