@@ -62,7 +62,7 @@ LANES = {
     PYTHON + r"(attack|bench_agreement|concurrent_streams|disaggregation|first_answer|load_clients)\.py":
         "test_a_benchmark_that_takes_long_has_its_options",
     OURS + r"[a-z-]+( --help)?$|kvferry certs FOLDER$": "test_commands_that_pages_name_exist",
-    "curl -s .*example.json": README + "test_the_first_call_shows_compression_as_the_readme_says",
+    "curl -s .*example": README + "test_the_first_call_shows_compression_as_the_readme_says",
     "curl -s .*document": README + "test_a_stored_document_is_asked_about",
     "curl -s |" + OURS + "chat": README + "test_curl_line_python_snippet_and_chat_work_one_after_the_other",
     "make serve": README + "test_the_first_call_shows_compression_as_the_readme_says",
@@ -272,11 +272,10 @@ def test_a_server_starts_as_its_page_says(
 def test_services_run_apart_as_their_page_says(tmp_path: Path) -> None:
     """All on this machine: the hosts are 127.0.0.1, and the ports free ones."""
     ports = {port: str(free_port()) for port in ("8000", "9001", "9002", "9101", "9102", "9201")}
-    hosts = dict.fromkeys(("PREFILL-HOST", "DECODE-HOST", "0.0.0.0"), "127.0.0.1")
 
     def here(command: str) -> str:
-        for name, value in (*hosts.items(), *ports.items()):
-            command = command.replace(name, value)
+        command = re.sub(r"PREFILL-HOST|DECODE-HOST|0\.0\.0\.0", "127.0.0.1", command)
+        command = re.sub(r"\b(8000|9[012]0[12])\b", lambda port: ports[port[0]], command)
         return re.sub(r"(?<=certs )certs\b", str(tmp_path / "certs"), command)
 
     certs, *services = (words_of(here(command)) for command in lines("services.md", OURS))
