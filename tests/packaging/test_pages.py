@@ -29,7 +29,7 @@ from kvferry.tools.plan.sizes import sizes_of
 DOCS = Path(__file__).parents[2] / "docs"
 README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
 MAX_LIMITS_LINES = 60
-NUM_TOKENS = 1024
+NUM_TOKENS = 4096
 OWN_FIELDS = {
     *("model", "messages", "prompt", "best_of", "session_id", "session_mode", "session_ttl_s", "session_pin"),
     *("document_ids", "kv_compression", "kv_kept_bins"),
@@ -82,7 +82,11 @@ def test_each_line_of_json_is_a_plan(line: Mapping[str, Any]) -> None:
     assert line.keys() == {"kv_compression"}
     wanted = KvCompression.model_validate(line["kv_compression"])
     assert wanted.method is not None
-    plan = plan_for(wanted.method, budget=Budget(retention=wanted.retention), overrides=wanted.parameters)
+    plan = plan_for(
+        wanted.method,
+        budget=Budget(tokens=wanted.token_budget, retention=wanted.retention),
+        overrides=wanted.parameters,
+    )
     resolved = resolve_plan(plan, num_prompt_tokens=NUM_TOKENS, max_new_tokens=64, num_layers=4, head_dim=64)
     assert resolved.method == wanted.method
 
