@@ -278,7 +278,10 @@ def test_the_first_model_for_a_gpu_is_one_everywhere_and_its_kernels_are_in_the_
     model = re.compile(r"Qwen/(Qwen\S*?)[`.]?(?:,|\s)")
     named = {
         path: set(model.findall((REPOSITORY / path).read_text(encoding="utf-8")))
-        for path in ("README.md", ".env.example", "docs/operations.md", "docs/first-steps.md")
+        for path in (
+            *("README.md", ".env.example", "docs/compose.md", "docs/first-steps.md", "docs/gpu-box.md"),
+            "docs/coming-from-vllm.md",
+        )
     }
     assert len(set.union(*named.values())) == 1, named
     assert all(named.values()), named

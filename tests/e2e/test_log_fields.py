@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from kvtest.waiting import until
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def _requests(log: Path) -> list[dict[str, Any]]:

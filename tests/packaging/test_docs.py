@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kvtest.lanes import some
 
+from kvferry.services.launcher import other_servers
 from kvferry.services.launcher.cli import command_line
 from kvferry.services.launcher.config import CONFIGS, HIDDEN_FROM_SERVE, ServeConfig
 from kvferry.shared.device.kernel_paths import KernelQuarantine
@@ -23,6 +24,11 @@ REPOSITORY = Path(__file__).parents[2]
 # A proxy that refuses connections: a build that fetched anything would fail.
 OFFLINE = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 OFFLINE["NO_MKDOCS_2_WARNING"] = "1"
+FOREIGN_FLAGS = {
+    *("--host", "--port", "--kv-transfer-config"),
+    *(*other_servers._SAME, *other_servers._NEEDLESS, *other_servers._DECIDED, *other_servers._REFUSED),
+}
+"""Of vLLM and llama.cpp, which docs/coming-from-vllm.md explains."""
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
@@ -57,7 +63,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=800, env=os.environ | OFFLINE
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    navigation = re.findall(r"^  - [^:]+: (\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    navigation = re.findall(r"^ +- [^:]+: (\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(navigation) == sorted(page.name for page in (REPOSITORY / "docs").glob("*.md"))
     built = list((tmp_path / "site").rglob("*.html"))
     assert len(built) >= len(navigation)
@@ -71,18 +77,31 @@ def test_the_site_builds_without_a_warning(tmp_path):
             assert not "".join(found).startswith(("http", "//")), page
 
 
+def anchors(page: Path) -> set[str]:
+    """What links into a page may end with: its headings, and places that it marks."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    named = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return named | set(re.findall(r'<a id="([\w-]+)"></a>', text))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    text = page.read_text()
-    headings = {
-        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("http"):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            path = page.parent / name if name else page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize(
+    "document", ["CHANGELOG.md", "SECURITY.md", "deploy/README.md", "examples/README.md"]
+)
+def test_links_into_the_pages_lead_somewhere(document):
+    """Of what is not a page itself: places that have moved are still found."""
+    for name, anchor in re.findall(r"docs/([\w-]+\.md)#([\w-]+)", (REPOSITORY / document).read_text()):
+        assert anchor in anchors(REPOSITORY / "docs" / name), (name, anchor)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -110,6 +129,7 @@ def test_options_and_metrics_of_the_documents_exist():
     options.add("--shared-memory")  # of benchmarks/links.py
     options.add("--write")  # of kvferry launch
     options |= {"--known", "--unknown"}  # of benchmarks/kvpress_peer.py
+    options |= FOREIGN_FLAGS
     names = {
         sample
         for metrics in (RouterMetrics(), PrefillMetrics(), DecodeMetrics())

@@ -108,10 +108,11 @@ def test_the_extra_has_the_pair_of_the_image_and_the_others_leave_it_open() -> N
 def test_the_pages_name_the_extra_s_torch_and_its_driver() -> None:
     wanted = pins("constraints-gpu.txt")
     driver = LEAST_DRIVERS[int(wanted["cuda-toolkit"].split(".")[0])]
-    for page in ("README.md", "docs/operations.md"):
-        text = (REPOSITORY / page).read_text(encoding="utf-8")
-        (line,) = [line for line in text.splitlines() if "'.[gpu]'" in line]
-        assert f"torch {wanted['torch']} for NVIDIA's driver {driver} or newer" in line
+    text = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if "'.[gpu]'" in line]
+    assert f"torch {wanted['torch']} for NVIDIA's driver {driver} or newer" in line
+    box = (REPOSITORY / "docs" / "gpu-box.md").read_text(encoding="utf-8")
+    assert f"a driver of version {driver} or newer" in box
 
 
 def chosen_by(report: Path) -> dict[str, str]:

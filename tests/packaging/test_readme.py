@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from cyclopts import Parameter
 from kvtest.methods import PRESETS
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.launcher.cli import command_line
 from kvferry.services.launcher.config import CONFIGS, ServeConfig
@@ -164,6 +165,25 @@ def test_curl_line_python_snippet_and_chat_work_one_after_the_other(address: str
     assert "shipped" in shown
 
 
+def test_a_stored_document_is_asked_about(address: str) -> None:
+    store, ask = blocks(PAGES["documents.md"], "bash")
+    stored = json.loads(run(["bash", "-c", store.replace(DEFAULT_ADDRESS, address)]))
+    assert stored["id"] == "castle"
+    answer = json.loads(run(["bash", "-c", ask.replace(DEFAULT_ADDRESS, address)]))
+    assert answer["choices"][0]["message"]["content"] == "4 2 7 1"
+
+
+def test_metrics_have_the_names_of_vllm_that_the_page_lists(address: str) -> None:
+    text = run(["curl", "-s", f"http://{address}/metrics"])
+    families = {family.name for family in text_string_to_metric_families(text)}
+    rows = re.findall(r"^\| `(vllm:\w+)` \| (.*) \|$", PAGES["coming-from-vllm.md"], flags=re.MULTILINE)
+    assert {name.removesuffix("_total") for name, _ in rows} == {
+        name for name in families if name.startswith("vllm:")
+    }
+    ours = {name for _, origin in rows for name in re.findall(r"kvferry_\w+", origin)}
+    assert {name.removesuffix("_total") for name in ours} <= families
+
+
 def test_the_transcript_is_a_real_one(address: str) -> None:
     (transcript,) = blocks(FIRST_STEPS, "text")
     lines = transcript.splitlines()
@@ -185,14 +205,14 @@ def test_the_transcript_is_a_real_one(address: str) -> None:
 
 
 def test_options_of_commands_exist() -> None:
-    found = re.findall(r"^kvferry (\w+) +(--.*)$", EVERYTHING, flags=re.MULTILINE)
+    found = re.findall(r"^(?:\.venv/bin/)?kvferry (\w+) +(--.*)$", EVERYTHING, flags=re.MULTILINE)
     assert {"prefill", "decode", "router", "bench", "plan"} <= {command for command, _ in found}
     for command, options in found:
         assert set(re.findall(r"--[a-z-]+", options)) <= options_of(command)
 
 
 def test_options_in_tables_exist_where_they_are_said_to() -> None:
-    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", EVERYTHING, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", PAGES["configuration.md"], flags=re.MULTILINE)
     assert rows
     roles = {"all": list(CONFIGS), "workers": ["prefill", "decode"]}
     for options, owners in rows:
