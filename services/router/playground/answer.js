@@ -28,7 +28,7 @@ async function streamAnswer(body, message, show) {
       turn = {
         ...chunk.kv, tokens, finish: message.finish, itlMs: median(gaps),
         ttftMs: first === null ? null : first - started,
-        tokensPerS: gaps.length ? ((tokens - 1) * 1000) / (last - first) : null,
+        tokensPerS: last > first ? ((tokens - 1) * 1000) / (last - first) : null,
       };
     }
   } catch (error) {
