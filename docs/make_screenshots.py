@@ -80,7 +80,8 @@ def main(folder: Path) -> None:
                 page.emulate_media(color_scheme="dark")
                 page.set_viewport_size({"width": 390, "height": 844})
                 page.reload()
-                page.locator("#conversations button").first.click()
+                expect(page.locator("#ready")).to_have_text("ready", timeout=TIMEOUT_MS)
+                expect(page.locator("#turns tr")).to_have_count(3)
                 page.screenshot(path=folder / "playground-phone.png", full_page=True)
                 browser.close()
             finally:

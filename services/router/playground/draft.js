@@ -57,19 +57,18 @@ async function loadExample() {
 function beginEdit(message) {
   checkIdle();
   if (!conversation.messages.includes(message)) throw new Error("This message was not answered; send it again.");
-  edited = message;
-  $("editing").hidden = false;
+  setEdited(message);
   setDraft(message.shown ?? message.content, message.document ?? "");
   $("message").focus();
 }
 
-function endEdit() {
-  edited = null;
-  $("editing").hidden = true;
+function setEdited(message) {
+  edited = message;
+  $("editing").hidden = message === null;
 }
 
 function cancelEdit() {
-  endEdit();
+  setEdited(null);
   setDraft("", "");
 }
 

@@ -76,7 +76,7 @@ async function openSession(id) {
 }
 
 function showConversation() {
-  endEdit();
+  setEdited(null);
   $("session").value = conversation.id;
   $("system").value = conversation.system;
   $("tools").value = conversation.tools;
@@ -89,6 +89,7 @@ function showConversation() {
 }
 
 async function deleteSession() {
+  checkIdle();
   const id = $("session").value.trim();
   await call(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" }).catch((error) => {
     if (error.status !== 404) throw error;
@@ -193,8 +194,9 @@ async function send() {
   if (!$("message").value.trim() || running) return;
   const draft = [$("message").value, $("document").value];
   const message = drafted();
+  const replaced = edited;
   let restore = null;
-  if (edited) {
+  if (replaced) {
     restore = rewind(messagesBefore().length);
     showConversation();
   } else if (message.role === "tool" && openCalls().length > 1) {
@@ -208,9 +210,11 @@ async function send() {
   setDraft("", "");
   await answered([message], () => {
     question.article.remove();
-    restore?.();
-    if (restore) showConversation();
     setDraft(...draft);
+    if (!replaced) return;
+    restore();
+    showConversation();
+    setEdited(replaced);
   });
 }
 
@@ -272,7 +276,10 @@ clicked("new-session", () => {
 clicked("compare", sendCompared);
 clicked("store-document", storeDocument);
 clicked("delete-session", deleteSession);
-$("session").addEventListener("change", () => begin($("session").value.trim()));
+$("session").addEventListener("change", () => tried(() => {
+  checkIdle();
+  begin($("session").value.trim());
+}));
 for (const name of ["system", "tools"]) $(name).addEventListener("input", () => { conversation[name] = $(name).value; });
 for (const name of REMEMBERED) $(name).addEventListener("change", () => setField(name, $(name).value));
 $("document").addEventListener("input", showDocumentSize);
