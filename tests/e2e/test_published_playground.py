@@ -1,4 +1,4 @@
-"""The playground as Compose serves it, with keys and beyond loopback: at a desk, on a phone, light and dark."""
+"""The playground as Compose serves it, with keys beyond loopback: at a desk, on a phone, light and dark."""
 
 from __future__ import annotations
 
