@@ -16,14 +16,12 @@ async function compared(body, method, texts, question, column) {
   if (!turn.kept) return null;
   const kept = keptText(texts, turn, method);
   column.append(kept.node);
-  const place = placeOf(texts, question, message.content);
-  if (place) kept.mark(place);
-  return { kept, place };
+  return { kept, place: placeOf(texts, question, message.content) };
 }
 
 /** Run both, one after the other, so that neither waits for the other's turn. Neither is part of the session.
  *
- * An answer that stands nowhere is shown at the place of the other one. */
+ * The place where more of an answer stands is shown in both, so one sees what became of it. */
 async function compare(body, methods, question) {
   const { model, messages, tools, document_ids } = body;
   const tokens = await post("/tokenize", { model, messages, tools, document_ids, return_token_strs: true });
@@ -39,7 +37,7 @@ async function compare(body, methods, question) {
     columns.push(await compared(body, method, texts, question, column));
   }
   const there = columns.filter(Boolean);
-  const place = there.map((column) => column.place).find(Boolean);
-  for (const column of there) if (place && !column.place) column.kept.mark(place);
+  const [place] = there.map((column) => column.place).filter(Boolean).sort((one, other) => other.letters - one.letters);
+  if (place) for (const { kept } of there) kept.mark(place);
   pair.scrollIntoView({ block: "start" });
 }

@@ -72,8 +72,9 @@ function keptText(texts, kv, name) {
     words.children[shown].classList.add("shown");
     told.textContent = `“${texts[token].trim()}”: ${layersOf(kv.kept_by_layer, binOf(token))}`;
   };
-  words.addEventListener("mouseover", (event) => {
-    if (event.target.dataset.token !== undefined) show(Number(event.target.dataset.token));
+  words.addEventListener("mousemove", ({ target, movementX, movementY }) => {
+    // Not where the text moved under a pointer that rests.
+    if ((movementX || movementY) && target.dataset.token !== undefined) show(Number(target.dataset.token));
   });
   words.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

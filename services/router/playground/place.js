@@ -13,7 +13,7 @@ function wordsOf(text) {
 /** The tokens, from the first to behind the last, where the most of the answer stands in one piece.
  *
  * Args: texts: of the prompt's tokens; question: its words are not what was answered.
- * Returns: null where nothing of the answer stands in the prompt. */
+ * Returns: the tokens, and how many letters of the answer they are; null where nothing of it stands there. */
 function placeOf(texts, question, answer) {
   const prompt = wordsOf(texts.join(""));
   const said = wordsOf(answer);
@@ -44,5 +44,5 @@ function placeOf(texts, question, answer) {
     end += text.length;
     if (begin < to && end > from) inside.push(token);
   });
-  return { from: inside[0], to: inside.at(-1) + 1 };
+  return { from: inside[0], to: inside.at(-1) + 1, letters: best.value };
 }
