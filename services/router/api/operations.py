@@ -37,7 +37,8 @@ from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 _METRICS_TIMEOUT_S = 2.0
 _STORY, _STORY_CHARACTERS = CALIBRATION_TEXT / "engineers-thumb.txt", 8000
-_QUESTION = "What suit was the patient wearing?"
+_FACT = "The ferry to Kvitsund leaves at 16:45 from pier 7."
+_QUESTION = "When does the ferry to Kvitsund leave?"
 _EXAMPLE_BUDGET = {"token_budget": 128}
 
 keyed = keyed_router()
@@ -157,9 +158,11 @@ async def get_example(services: Shared) -> Example:
     # The demo model knows only the words of its training.
     if _QUESTION in tokenizer.decode(tokenizer.encode(_QUESTION)):
         story = _STORY.read_text("utf-8")[: min(_STORY_CHARACTERS, 2 * model.max_model_len)]
-        content = f"{story[: story.rfind('. ') + 1]}\n\n{_QUESTION}"
-        example["messages"] = [{"role": "user", "content": content}]
-        example["max_tokens"] = min(1024, model.max_model_len // 4)  # with room for thoughts
+        at = max(0, story.rfind("\n\n", 0, len(story) * 6 // 10))
+        parts = (story[:at], _FACT, story[at : story.rfind(". ") + 1].strip(), _QUESTION)
+        example["messages"] = [{"role": "user", "content": "\n\n".join(filter(None, parts))}]
+        limit = 1024 if tokenizer.template.thought_tags else 128
+        example["max_tokens"] = min(limit, model.max_model_len // 4)
     example["model"] = model.name
     budget = _EXAMPLE_BUDGET if default.takes_budget else {}
     example["kv_compression"] = {"method": default.method, **budget}

@@ -17,7 +17,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"),
     f"--host-resolver-rules=MAP {OTHER_HOST} 127.0.0.1",
 ]
-TIMEOUT_MS = 60_000
+TIMEOUT_MS = 120_000
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from kvtest.router import SPEC
-from kvtest.text_models import make_text_model
+from kvtest.text_models import CHATML, THINKING, make_text_model
 
 from kvferry.models import CALIBRATION_TEXT
 from kvferry.shared.compression.presets import method_names
@@ -65,17 +66,29 @@ async def test_the_example_is_a_request_that_the_router_takes(stack: Any) -> Non
 
 async def test_a_model_that_reads_any_text_is_asked_about_a_story(start_stack: Any, tmp_path: Path) -> None:
     """The story and the answer's limit fit into the context."""
-    stack = await start_stack(tokenizer=ChatTokenizer.load(make_text_model(tmp_path)))
-    example = (await stack.http.get("/example")).json()
-    story, _, question = example["messages"][0]["content"].rpartition("\n\n")
     whole = (CALIBRATION_TEXT / "engineers-thumb.txt").read_text("utf-8")
-    assert whole.startswith(story)
-    assert story.endswith(".")
-    assert SPEC.max_model_len < len(story) <= 2 * SPEC.max_model_len
-    assert question == "What suit was the patient wearing?"
-    assert whole[:8000].count("suit") == whole[:8000].count("a suit of heather tweed") == 1
-    assert example["max_tokens"] == SPEC.max_model_len // 4
-    assert example["kv_compression"] == {"method": "rdkv", "token_budget": 128}
+    fact = "The ferry to Kvitsund leaves at 16:45 from pier 7."
+    tokenizers = [
+        ChatTokenizer.load(make_text_model(tmp_path / name, template=template))
+        for name, template in (("plain", CHATML), ("thinking", THINKING))
+    ]
+    for tokenizer, length, limit in (
+        (tokenizers[0], 400, 100),
+        (tokenizers[0], 2048, 128),
+        (tokenizers[0], 32768, 128),
+        (tokenizers[1], 32768, 1024),
+    ):
+        stack = await start_stack(tokenizer=tokenizer, spec=replace(SPEC, max_model_len=length))
+        example = (await stack.http.get("/example")).json()
+        *paragraphs, question = example["messages"][0]["content"].split("\n\n")
+        paragraphs.remove(fact)
+        story = "\n\n".join(paragraphs)
+        assert whole.startswith(story)
+        assert story.endswith(".")
+        assert min(7000, 1.5 * length) < len(story) <= min(8000, 2 * length)
+        assert question == "When does the ferry to Kvitsund leave?"
+        assert example["max_tokens"] == limit
+        assert example["kv_compression"] == {"method": "rdkv", "token_budget": 128}
 
 
 async def test_the_example_names_the_method_of_the_server(start_stack: Any) -> None:
