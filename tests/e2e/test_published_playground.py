@@ -153,19 +153,17 @@ def the_example_is_answered_with_its_figures(page: Page) -> None:
     assert told is not None, facts
     assert 3 * float(told[1]) < 1000 * float(told[2])
     assert "ended by itself" in facts
-    assert re.search(r"\d tokens at [\d.]+ a second", facts), facts
-    row = page.locator("#turns tr td").all_text_contents()
-    assert number(row[8]) > 0  # tokens a second
-    assert row[9] == "ended by itself"
+    assert re.search(r"; 5 tokens( at [\d.]+ a second)?; ", facts), facts  # they may arrive together
+    assert page.locator("#turns tr td").nth(9).inner_text() == "ended by itself"
     expect(page.locator(f"#conversations button[data-id='{name}']")).to_contain_text(QUESTION)
 
 
 def rows_and_bytes_are_explained(page: Page) -> None:
     told = page.locator(".strip p").inner_text()
-    found = re.search(r"([\d.]+) % of the rows of 1,985 tokens kept, ([\d.]+) % of the bytes shipped", told)
+    found = re.search(r"([\d.]+) % of the rows kept, ([\d.]+) % of the bytes shipped", told)
     assert found is not None, told
     assert float(found[2]) < 0.9 * float(found[1])
-    assert told.endswith("a kept row has fewer bits than in the full cache")
+    assert told.endswith("as a kept row has fewer bits")
 
 
 def a_comparison_shows_where_the_answer_stands(page: Page) -> None:
@@ -308,7 +306,9 @@ def test_a_real_model_answers_the_example(browser: Browser, tmp_path: Path) -> N
         expect(answer.locator(".body")).to_contain_text("16:45")
         expect(answer.locator(".facts")).to_contain_text("ended by itself")
         expect(answer.locator(".notice")).to_have_count(0)
-        assert number(page.locator("#turns tr td").nth(5).text_content()) > 3
+        row = page.locator("#turns tr td").all_text_contents()
+        assert number(row[5]) > 3
+        assert 0.1 < number(row[8]) < 1000  # tokens a second
         compare(page)
         columns = page.locator(".comparison section")
         expect(columns.first.locator("p.answer")).to_contain_text("16:45")

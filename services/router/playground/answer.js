@@ -1,6 +1,7 @@
 "use strict";
 /** One answer of the model: its parts as they arrive, what it cost and how it ended. */
 
+const LEAST_MS = 20; // a shorter time tells no rate: parts of an answer may arrive together
 const ENDINGS = { stop: "ended by itself", tool_calls: "ended with a call" };
 
 /** Args: message: gets the answer; show: called after each part of it. Returns: the turn's figures. */
@@ -28,7 +29,7 @@ async function streamAnswer(body, message, show) {
       turn = {
         ...chunk.kv, tokens, finish: message.finish, itlMs: median(gaps),
         ttftMs: first === null ? null : first - started,
-        tokensPerS: last > first ? ((tokens - 1) * 1000) / (last - first) : null,
+        tokensPerS: last - first >= LEAST_MS ? ((tokens - 1) * 1000) / (last - first) : null,
       };
     }
   } catch (error) {
@@ -69,12 +70,13 @@ function endingOf({ finish, tokens }) {
   return finish === "length" ? `cut after ${formatCount(tokens, "token")}` : ENDINGS[finish] ?? "–";
 }
 
-const rateOf = ({ tokensPerS }) => (tokensPerS ? tokensPerS.toFixed(tokensPerS < 10 ? 1 : 0) : "–");
+const formatRate = (rate) => rate.toFixed(rate < 10 ? 1 : 0);
 
 function factsOf(turn) {
   const reason = turn.reason ? ` (${turn.reason})` : "";
+  const rate = turn.tokensPerS ? ` at ${formatRate(turn.tokensPerS)} a second` : "";
   const share = formatShare(turn.shipped_bytes / turn.full_bytes);
   return `${turn.method}${reason}: shipped ${formatBytes(turn.shipped_bytes)} of ${formatBytes(turn.full_bytes)}, ${share}; ` +
     `${turn.reused_tokens} of ${turn.prompt_tokens} prompt tokens reused; first token after ${formatMs(turn.ttftMs)}; ` +
-    `${formatCount(turn.tokens, "token")} at ${rateOf(turn)} a second; ${endingOf(turn)}`;
+    `${formatCount(turn.tokens, "token")}${rate}; ${endingOf(turn)}`;
 }

@@ -10,7 +10,7 @@ function showTurns() {
     const row = make("tr");
     const cells = [turn.method, turn.prompt_tokens, turn.reused_tokens, formatBytes(turn.full_bytes),
       formatBytes(turn.shipped_bytes), `${(turn.full_bytes / turn.shipped_bytes).toFixed(1)}×`,
-      formatMs(turn.ttftMs), formatMs(turn.itlMs), rateOf(turn), endingOf(turn)];
+      formatMs(turn.ttftMs), formatMs(turn.itlMs), turn.tokensPerS ? formatRate(turn.tokensPerS) : "–", endingOf(turn)];
     row.append(make("th", { scope: "row" }, String(index + 1)), ...cells.map((cell) => make("td", {}, String(cell))));
     return row;
   }));
@@ -44,9 +44,9 @@ function showChart() {
 
 /** Why the kept rows have another share of the tokens than of the bytes. */
 function whyUnlike(turn, kept, shipped) {
-  if (turn.delta_bytes !== undefined) return "; decode had other rows from the turns before";
-  if (shipped < 0.9 * kept) return "; a kept row has fewer bits than in the full cache";
-  return shipped > 1.1 * kept ? "; a kept row was shipped in more bits than the full cache has" : "";
+  if (turn.delta_bytes !== undefined) return ", as decode had other rows already";
+  if (shipped < 0.9 * kept) return ", as a kept row has fewer bits";
+  return shipped > 1.1 * kept ? ", as a kept row was shipped in more bits" : "";
 }
 
 function stripOf(turn, index) {
@@ -61,8 +61,8 @@ function stripOf(turn, index) {
   });
   const kept = turn.kept.reduce((sum, fraction) => sum + fraction, 0) / turn.kept.length;
   const shipped = turn.shipped_bytes / turn.full_bytes;
-  const text = `Turn ${index + 1}, ${turn.method}: ${formatShare(kept)} of the rows of ${formatCount(turn.prompt_tokens, "token")} ` +
-    `kept, ${formatShare(shipped)} of the bytes shipped${whyUnlike(turn, kept, shipped)}`;
+  const text = `Turn ${index + 1}, ${turn.method}: ${formatShare(kept)} of the rows kept, ` +
+    `${formatShare(shipped)} of the bytes shipped${whyUnlike(turn, kept, shipped)}`;
   svg.setAttribute("aria-label", text);
   strip.append(make("p", {}, text), svg);
   return strip;
