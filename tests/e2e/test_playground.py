@@ -265,9 +265,7 @@ def test_a_streamed_call_is_shown_and_its_result_sent_back(browser, tools_stack)
     assert found is not None, shown
     assert json.loads(found[1])["city"] in ("Paris", "Rome")
     expect(page.locator("#message")).to_have_attribute("placeholder", re.compile("Result of get_weather"))
-    figures = page.locator("#turns tr td").all_text_contents()
-    assert 0 < number(figures[8]) < 10_000  # tokens a second
-    assert figures[9] == "ended with a call"
+    assert page.locator("#turns tr td").nth(9).inner_text() == "ended with a call"
     page.locator("#max-tokens").fill("4")
     ask(page, "sunny")
     expect(page.locator(".turn.assistant .notice")).to_contain_text("cut at the limit of 4 tokens")
