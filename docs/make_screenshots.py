@@ -1,4 +1,4 @@
-"""Takes the pictures of the playground: a real conversation with the demo model in headless Chromium.
+"""Takes the pictures of the playground: the example, asked of the demo model in headless Chromium.
 
 python docs/make_screenshots.py docs/images
 """
@@ -17,31 +17,37 @@ from pathlib import Path
 from playwright.sync_api import Page, expect, sync_playwright
 
 TIMEOUT_MS = 60_000
-FILLER = "the old sailor painted the quiet bridge . the young doctor visited the green market . "
-DOCUMENT = (
-    f"{FILLER * 12}remember that the pin of the red castle is 4 2 7 1 . {FILLER * 9}"
-    f"the access code of the blue lighthouse is 9 0 5 3 . {FILLER * 12}"
-)
 QUESTIONS = (
-    "what is the access code of the blue lighthouse ?",
-    "what is the pin of the red castle ?",
-    "what is the access code of the blue lighthouse ?",
+    "what is the access code of the golden bridge ?",
+    "what is the magic number of the green library ?",
 )
+
+
+def ask(page: Page, turn: int) -> None:
+    page.locator("#send").click()
+    expect(page.locator("#turns tr")).to_have_count(turn, timeout=TIMEOUT_MS)
+    expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT_MS)
 
 
 def converse(page: Page) -> None:
-    """Paste the document, ask each question and wait for its answer."""
+    """Ask the example's question, then others about its document."""
     expect(page.locator("#ready")).to_have_text("ready", timeout=TIMEOUT_MS)
-    page.locator("#budget-kind").select_option("token_budget")
-    page.locator("#budget").fill("128")
-    page.locator("#max-tokens").fill("16")
-    page.locator("#paste summary").click()
-    page.locator("#document").fill(DOCUMENT)
-    for turn, question in enumerate(QUESTIONS, start=1):
+    page.locator("#example").click()
+    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
+    ask(page, 1)
+    for turn, question in enumerate(QUESTIONS, start=2):
         page.locator("#message").fill(question)
-        page.locator("#send").click()
-        expect(page.locator("#turns tr")).to_have_count(turn, timeout=TIMEOUT_MS)
-        expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT_MS)
+        ask(page, turn)
+
+
+def compare(page: Page) -> None:
+    """Compare two methods on the example's question."""
+    page.locator("#new-session").click()
+    page.locator("#example").click()
+    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
+    page.locator("#compare").click()
+    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT_MS)
 
 
 def main(folder: Path) -> None:
@@ -65,12 +71,17 @@ def main(folder: Path) -> None:
                 browser = playwright.chromium.launch(
                     executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
                 )
-                page = browser.new_page(viewport={"width": 1280, "height": 900})
+                page = browser.new_page(viewport={"width": 1280, "height": 800})
                 page.goto(f"http://{address}/")
                 converse(page)
                 page.screenshot(path=folder / "playground.png")
+                compare(page)
+                page.screenshot(path=folder / "playground-comparison.png")
                 page.emulate_media(color_scheme="dark")
                 page.set_viewport_size({"width": 390, "height": 844})
+                page.reload()
+                expect(page.locator("#ready")).to_have_text("ready", timeout=TIMEOUT_MS)
+                expect(page.locator("#turns tr")).to_have_count(3)
                 page.screenshot(path=folder / "playground-phone.png", full_page=True)
                 browser.close()
             finally:

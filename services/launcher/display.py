@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 
@@ -11,13 +10,6 @@ from rich.console import Console
 
 from kvferry.shared.process.serving import reachable
 from kvferry.shared.process.version import VERSION
-
-# The demo model knows only these words; any other model can answer, too.
-EXAMPLE_MESSAGE = (
-    "the old sailor painted the quiet bridge . remember that the pin of the red castle is 4 2 7 1 . "
-    "the access code of the blue lighthouse is 9 0 5 3 . what is the pin of the red castle ?"
-)
-EXAMPLE_ANSWER = "4 2 7 1"
 
 
 class Display:
@@ -44,13 +36,14 @@ class Display:
         base = f"{scheme}://{reachable(addresses['address'])}"
         self._line(f"kvferry {VERSION} serves {model}", style="bold green")
         self._line(f"  API      {base}/v1")
+        self._line(f"  page     {base}/")
         self._line(f"  metrics  {base}/metrics (router; with ?all=1 the workers' too)")
         for role in ("prefill", "decode"):
             scheme = "https" if with_certs else "http"
             self._line(f"           {scheme}://{reachable(addresses[f'{role}_metrics'])}/metrics ({role})")
         self._line("")
-        self._line("Try it:", style="bold")
-        self._line(curl_line(base, model, needs_key=needs_key))
+        self._line("Try it; kv in the answer compares the bytes shipped with all of them:", style="bold")
+        self._line(example_line(base, needs_key=needs_key))
         self._line("")
         self._line(f"or talk to it: kvferry chat --url {base}        Ctrl-C stops.", style="dim")
 
@@ -62,16 +55,9 @@ class Display:
         self._console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def curl_line(base_url: str, model: str, *, needs_key: bool = False) -> str:
-    """Return a shell command that sends a first request in a session."""
-    body = {
-        "model": model,
-        "session_id": "hello",
-        "messages": [{"role": "user", "content": EXAMPLE_MESSAGE}],
-        "temperature": 0,
-        "max_tokens": 16,
-    }
+def example_line(base_url: str, *, needs_key: bool = False) -> str:
+    """Return a shell command that asks the server's example, a question about a document."""
     words = ["curl", "-s", f"{base_url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     if needs_key:
         words += ["-H", "Authorization: Bearer YOUR_KEY"]
-    return shlex.join([*words, "-d", json.dumps(body)])
+    return f"curl -s {base_url}/example | {shlex.join([*words, '-d', '@-'])}"

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from kvtest.playground import (
+    TIMEOUT_MS,
+    ask,
+    assert_well_formed,
+    brightness,
+    compare,
+    load_example,
+    number,
+    toggle_settings,
+)
+from kvtest.playground import browser as browser
 from kvtest.stack import Stack, serving
 from kvtest.text_models import HERMES, make_text_model
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
-TIMEOUT_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on PATH")
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=TIMEOUT_MS)
-        yield running
-        running.close()
+from playwright.sync_api import ConsoleMessage, Page, Route, expect
 
 
 @pytest.fixture
@@ -57,30 +52,15 @@ def page(browser, stack) -> Iterator[Page]:
     assert [url for url in asked if not url.startswith((stack.base_url, "data:"))] == []
 
 
-def ask(page: Page, text: str) -> None:
-    """Type and send, and wait for the turn's end."""
-    count = page.locator("#turns tr").count()
-    page.keyboard.type(text)
-    page.keyboard.press("Enter")
-    expect(page.locator("#turns tr")).to_have_count(count + 1, timeout=TIMEOUT_MS)
-    expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT_MS)
-
-
-def number(text: str) -> float:
-    found = re.match(r"[\d.,]+", text)
-    assert found is not None, text
-    return float(found[0].replace(",", ""))
-
-
 def test_a_conversation_over_a_document_by_keyboard_shows_what_each_turn_moved(page, make_document, stack):
     document = make_document(7, num_words=900)
+    page.locator("#settings > summary").press("Enter")
     page.locator("#method").select_option("rocketkv")
     page.locator("#budget-kind").select_option("token_budget")
     page.locator("#budget").fill("128")
     page.locator("#max-tokens").fill("16")
     page.locator("#paste summary").press("Enter")
     page.locator("#document").fill(document.text)
-    page.locator("#message").focus()
     ask(page, document.questions[0][0])
     ask(page, document.questions[1][0])
 
@@ -109,12 +89,12 @@ def test_a_conversation_over_a_document_by_keyboard_shows_what_each_turn_moved(p
 
 
 def test_a_strip_shows_which_tokens_each_turn_kept(page, make_document):
+    toggle_settings(page)
     page.locator("#method").select_option("streamingllm")
     page.locator("#budget-kind").select_option("retention")
     page.locator("#budget").fill("0.25")
     page.locator("#max-tokens").fill("4")
     page.locator("#message").fill(make_document(8, num_words=500).text)
-    page.locator("#message").focus()
     ask(page, " ")
     kept = [float(rect.get_attribute("fill-opacity")) for rect in page.locator(".strip rect").all()]
     assert len(kept) == 96
@@ -124,6 +104,7 @@ def test_a_strip_shows_which_tokens_each_turn_kept(page, make_document):
 
 
 def test_a_refused_request_says_why_and_gives_the_draft_back(page):
+    toggle_settings(page)
     page.locator("#budget-kind").select_option("token_budget")
     page.locator("#budget").fill("0")
     page.locator("#message").fill("hello")
@@ -131,11 +112,6 @@ def test_a_refused_request_says_why_and_gives_the_draft_back(page):
     expect(page.locator("#error")).to_contain_text("token_budget")
     expect(page.locator("#message")).to_have_value("hello")
     expect(page.locator(".turn")).to_have_count(0)
-
-
-def violations(page: Page) -> list[str]:
-    found = Axe().run(page).response["violations"]
-    return [f"{violation['id']}: {violation['nodes'][0]['html']}" for violation in found]
 
 
 MARKDOWN = (
@@ -147,6 +123,7 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     """System prompt, documents, copy, two methods side by side, a reload, the list, markdown, tool calls."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     document = make_document(11, num_words=400)
+    toggle_settings(page)
     page.locator("#instructions summary").click()
     page.locator("#system").fill("you are a helpful assistant .")
     page.locator("#paste summary").click()
@@ -154,7 +131,6 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     page.locator("#store-document").click()
     expect(page.locator("#documents input:checked")).to_have_count(1)
     page.locator("#max-tokens").fill("8")
-    page.locator("#message").focus()
     ask(page, document.questions[0][0])
     answer = page.locator(".turn.assistant .body").inner_text().strip()
     assert answer == document.questions[0][1]
@@ -173,13 +149,12 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     page.locator("#other-method").select_option("streamingllm")
     page.locator("#budget-kind").select_option("retention")
     page.locator("#budget").fill("0.25")
-    page.locator("#compare").click()
-    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    compare(page)
     expect(page.locator(".comparison .facts").nth(1)).to_contain_text("first token after")
     words = page.locator(".comparison section").nth(1).locator(".words")
     told = page.locator(".comparison section").nth(1).locator(".told")
     words.locator("span").first.hover()
-    expect(told).to_contain_text("4 of 4 layers keep it: 0, 1, 2, 3")
+    expect(told).to_contain_text("4 of 4 layers keep it: 0\u20133")
     words.locator("span").nth(200).hover()
     expect(told).to_contain_text("no layer keeps it")
     words.press("ArrowRight")
@@ -196,8 +171,6 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     expect(page.locator("#system")).to_have_value("you are a helpful assistant .")
     listed = page.locator(f"#conversations button[data-id='{session}']")
     expect(listed).to_have_attribute("aria-current", "true")
-    page.locator("#max-tokens").fill("8")
-    page.locator("#message").focus()
     ask(page, document.questions[1][0])
     assert number(page.locator("#turns tr").nth(1).locator("td").nth(2).text_content()) > 400
 
@@ -216,7 +189,7 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     # What a model with tools and markdown writes.
     shown = page.evaluate(
         """([content, calls]) => {
-            newSession();
+            begin();
             conversation.messages.push({ role: "assistant", content, calls });
             showConversation();
             return document.querySelector(".turn .body").innerHTML;
@@ -229,6 +202,7 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
     assert "href" not in shown
     assert "calls look_up({})" in shown
     expect(page.locator("#message")).to_have_attribute("placeholder", "Result of look_up({})")
+    toggle_settings(page)
     page.locator("#instructions summary").click()
     page.locator("#tools").fill("no JSON")
     page.locator("#message").fill("a result")
@@ -237,24 +211,20 @@ def test_everything_that_people_keep_it_open_for(page, make_document, stack):
 
 
 def assert_axe_content(page: Page) -> None:
-    """At both widths and in both themes, and the page is no wider than the window."""
+    """At both widths and in both themes."""
     for width in (390, 1280):
         page.set_viewport_size({"width": width, "height": 860})
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
-            red = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
-            assert (red > 128) == (scheme == "light")
-            assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-            assert violations(page) == [], (width, scheme)
+            assert (brightness(page) > 128) == (scheme == "light")
+            assert_well_formed(page)
 
 
 def test_compression_is_seen_within_thirty_seconds_of_opening(page, stack):
     begin_s = time.monotonic()
     page.goto(f"{stack.base_url}/")
-    page.locator("#example").click()
-    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
-    page.locator("#compare").click()
-    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
+    load_example(page)
+    compare(page)
     expect(page.locator(".comparison .kept").last).to_be_visible(timeout=TIMEOUT_MS)
     assert time.monotonic() - begin_s < 30
 
@@ -285,19 +255,20 @@ def test_a_streamed_call_is_shown_and_its_result_sent_back(browser, tools_stack)
     page.route("**/v1/chat/completions", demand)
     page.goto(f"{tools_stack.base_url}/", timeout=TIMEOUT_MS)
     expect(page.locator("#model")).to_contain_text("context", timeout=TIMEOUT_MS)
+    toggle_settings(page)
     page.locator("#instructions summary").click()
     page.locator("#tools").fill(json.dumps([tool]))
     page.locator("#max-tokens").fill("200")
-    page.locator("#message").focus()
     ask(page, "weather?")
     shown = page.locator(".turn.assistant .call").inner_text()
     found = re.fullmatch(r"calls get_weather\((.*)\)", shown, re.DOTALL)
     assert found is not None, shown
     assert json.loads(found[1])["city"] in ("Paris", "Rome")
     expect(page.locator("#message")).to_have_attribute("placeholder", re.compile("Result of get_weather"))
+    assert page.locator("#turns tr td").nth(9).inner_text() == "ended with a call"
     page.locator("#max-tokens").fill("4")
-    page.locator("#message").focus()
     ask(page, "sunny")
+    expect(page.locator(".turn.assistant .notice")).to_contain_text("cut at the limit of 4 tokens")
     expect(page.locator(".turn.tool .body")).to_have_text("sunny")
     call, result = asked[1]["messages"][-2:]
     assert call["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": found[1]}
@@ -307,12 +278,10 @@ def test_a_streamed_call_is_shown_and_its_result_sent_back(browser, tools_stack)
 
 def test_axe_finds_nothing_to_object_to(page):
     assert_axe_content(page)
-    page.locator("#example").click()
-    expect(page.locator("#message")).not_to_have_value("", timeout=TIMEOUT_MS)
-    page.locator("#compare").click()
-    expect(page.locator(".comparison .kept")).to_have_count(2, timeout=TIMEOUT_MS)
-    page.locator("#send").click()
-    expect(page.locator("#turns tr")).to_have_count(1, timeout=TIMEOUT_MS)
+    load_example(page)
+    compare(page)
+    ask(page, "")
+    toggle_settings(page)
     page.locator("#instructions summary").click()
     assert_axe_content(page)
 
@@ -323,11 +292,9 @@ def test_it_fits_a_phone_and_follows_the_system_s_theme(browser, stack, scheme):
     page = context.new_page()
     page.goto(f"{stack.base_url}/", timeout=TIMEOUT_MS)
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    red = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
-    assert (red > 128) == (scheme == "light")
+    assert (brightness(page) > 128) == (scheme == "light")
     page.locator("#theme").click()
-    switched = int(re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
-    assert (switched > 128) != (scheme == "light")
+    assert (brightness(page) > 128) != (scheme == "light")
     context.close()
 
 
@@ -359,7 +326,6 @@ def test_the_page_loads_the_example_and_shows_what_it_shipped(page):
     page.locator("#example").click()
     expect(page.locator("#message")).to_have_value("what is the pin of the golden station ?")
     expect(page.locator("#budget")).to_have_value("128")
-    page.locator("#message").focus()
     ask(page, "")
     expect(page.locator(".turn.assistant")).to_contain_text("6 5 6 3")
     expect(page.locator(".facts")).to_contain_text("shipped")

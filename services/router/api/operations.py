@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
 
-from kvferry.models import DEMO_EXAMPLE
+from kvferry.models import CALIBRATION_TEXT, DEMO_EXAMPLE
 from kvferry.services.router.api.answers import Example, Listing, Method, Model, Status, Version
 from kvferry.services.router.api.completions import ERRORS, Shared, keyed_router, named_model
 from kvferry.services.router.config import split_list
@@ -36,6 +36,10 @@ from kvferry.shared.trust.certs import Certs
 from kvferry.shared.wire.messages import PROTOCOL_VERSION
 
 _METRICS_TIMEOUT_S = 2.0
+_STORY, _STORY_CHARACTERS = CALIBRATION_TEXT / "engineers-thumb.txt", 8000
+_FACT = "The ferry to Kvitsund leaves at 16:45 from pier 7."
+_QUESTION = "When does the ferry to Kvitsund leave?"
+_EXAMPLE_BUDGET = {"token_budget": 128}
 
 keyed = keyed_router()
 unkeyed = APIRouter(redirect_slashes=False, responses=ERRORS)
@@ -148,8 +152,21 @@ async def get_playground() -> Response:
 
 @unkeyed.get("/example", summary="A request that shows compression")
 async def get_example(services: Shared) -> Example:
+    model, tokenizer = services.runner.model(), services.prompts.tokenizer
+    default = services.plans.default(model)
     example: Example = json.loads(DEMO_EXAMPLE.read_text("utf-8"))
-    return {**example, "model": services.runner.model().name}
+    # The demo model knows only the words of its training.
+    if _QUESTION in tokenizer.decode(tokenizer.encode(_QUESTION)):
+        story = _STORY.read_text("utf-8")[: min(_STORY_CHARACTERS, 2 * model.max_model_len)]
+        at = max(0, story.rfind("\n\n", 0, len(story) * 6 // 10))
+        parts = (story[:at], _FACT, story[at : story.rfind(". ") + 1].strip(), _QUESTION)
+        example["messages"] = [{"role": "user", "content": "\n\n".join(filter(None, parts))}]
+        limit = 1024 if tokenizer.template.thought_tags else 128
+        example["max_tokens"] = min(limit, model.max_model_len // 4)
+    example["model"] = model.name
+    budget = _EXAMPLE_BUDGET if default.takes_budget else {}
+    example["kv_compression"] = {"method": default.method, **budget}
+    return example
 
 
 @unkeyed.get("/openapi.json", summary="This description")

@@ -3,44 +3,41 @@
 
 const EVERY_TOKEN = 4096;
 
-async function compared(body, method, spellings, column) {
-  const started = performance.now();
+/** Run one of the methods. Returns: its tokens on the text, and where its answer stands there. */
+async function compared(body, method, texts, question, column) {
+  const message = newAnswer();
   const answer = make("p", { class: "answer" });
   column.append(make("h2", {}, method), answer);
-  let first = null;
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), signal: running.signal,
-    body: JSON.stringify({ ...body, kv_compression: compressionOf(method), kv_kept_bins: EVERY_TOKEN }),
-  });
-  if (!response.ok) throw new Error((await response.json()).error.message);
-  for await (const chunk of chunksOf(response)) {
-    const text = chunk.choices[0]?.delta?.content;
-    if (text) {
-      first ??= performance.now() - started;
-      answer.textContent += text;
-    }
-    if (!chunk.kv) continue;
-    column.append(make("p", { class: "facts" }, factsOf({ ...chunk.kv, ttftMs: first })));
-    if (chunk.kv.kept) column.append(keptText(spellings, chunk.kv, method));
-  }
+  const turn = await streamAnswer(
+    { ...body, kv_compression: compressionOf(method), kv_kept_bins: EVERY_TOKEN }, message,
+    () => { answer.textContent = message.content || message.reasoning; });
+  if (message.notice) column.append(make("p", { class: "notice" }, message.notice));
+  column.append(make("p", { class: "facts" }, message.facts));
+  if (!turn.kept) return null;
+  const kept = keptText(texts, turn, method);
+  column.append(kept.node);
+  return { kept, place: placeOf(texts, question, message.content) };
 }
 
-/** Runs both, one after the other, so that neither waits for the other's turn. Neither is part of the session. */
-async function compare(body, methods) {
-  const response = await fetch("/tokenize", {
-    method: "POST", headers: headers(),
-    body: JSON.stringify({ model: body.model, messages: body.messages, return_token_strs: true,
-      ...(body.tools ? { tools: body.tools } : {}), ...(body.document_ids ? { document_ids: body.document_ids } : {}) }),
-  });
-  const tokens = await response.json();
-  if (!response.ok) throw new Error(tokens.error.message);
-  const article = make("article", { class: "comparison" });
+/** Run both, one after the other, so that neither waits for the other's turn. Neither is part of the session.
+ *
+ * The place where more of an answer stands is shown in both, so one sees what became of it. */
+async function compare(body, methods, question) {
+  const { model, messages, tools, document_ids } = body;
+  const tokens = await post("/tokenize", { model, messages, tools, document_ids, return_token_strs: true });
+  const texts = tokenTexts(tokens.token_strs);
+  const pair = make("div", { class: "comparison", role: "group", "aria-label": `${methods.join(" and ")} compared` });
   hint.remove();
-  $("log").append(article);
+  $("log").append(pair);
+  const columns = [];
   for (const method of methods) {
     const column = make("section", { "aria-label": `Answer with ${method}` });
-    article.append(column);
-    await compared(body, method, tokens.token_strs, column);
-    article.scrollIntoView({ block: "nearest" });
+    pair.append(column);
+    pair.scrollIntoView({ block: "start" });
+    columns.push(await compared(body, method, texts, question, column));
   }
+  const there = columns.filter(Boolean);
+  const [place] = there.map((column) => column.place).filter(Boolean).sort((one, other) => other.letters - one.letters);
+  if (place) for (const { kept } of there) kept.mark(place);
+  pair.scrollIntoView({ block: "start" });
 }

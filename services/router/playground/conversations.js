@@ -50,9 +50,9 @@ function conversationItems(sessions, currentId, choose) {
   const known = new Set(stored.map((conversation) => conversation.id));
   const entries = [
     ...stored.map((conversation) => [
-      conversation.id, titleOf(conversation), `${conversation.turns.length} turns`, () => choose(conversation)]),
+      conversation.id, titleOf(conversation), formatCount(conversation.turns.length, "turn"), () => choose(conversation)]),
     ...sessions.filter((session) => !known.has(session.id)).map((session) =>
-      [session.id, session.id, `${session.turns} turns, on the server`, () => choose(session.id)]),
+      [session.id, session.id, `${formatCount(session.turns, "turn")}, on the server`, () => choose(session.id)]),
   ];
   return entries.map(([id, title, detail, open]) => {
     const button = make("button", { type: "button", "data-id": id }, title);

@@ -10,7 +10,7 @@ async function refreshDocuments() {
       conversation.documents = [...document.querySelectorAll("#documents input:checked")].map((one) => one.value);
     });
     const label = make("label");
-    label.append(box, ` ${stored.id}, ${stored.tokens.toLocaleString()} tokens`);
+    label.append(box, ` ${stored.id}, ${formatCount(stored.tokens, "token")}`);
     return label;
   }));
 }
@@ -19,9 +19,7 @@ async function refreshDocuments() {
 async function storeDocument() {
   const text = $("document").value.trim();
   if (!text) throw new Error("Paste the document's text first.");
-  const response = await fetch("/v1/documents", { method: "POST", headers: headers(), body: JSON.stringify({ text }) });
-  const stored = await response.json();
-  if (!response.ok) throw new Error(stored.error.message);
+  const stored = await post("/v1/documents", { text });
   conversation.documents = [...conversation.documents, stored.id];
   setDraft($("message").value, "");
   await refreshDocuments();

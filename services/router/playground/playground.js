@@ -1,86 +1,40 @@
 "use strict";
-const $ = (id) => document.getElementById(id);
+/** The page: the server's state, the conversation that is shown, and what its buttons do. */
+
 const KEPT_BINS = 96;
-const BUDGETS = {
-  token_budget: { value: 256, min: 1, step: 1 },
-  retention: { value: 0.1, min: 0.01, max: 1, step: 0.01 },
-  quality: { value: 0.95, min: 0.01, max: 1, step: 0.01 },
-};
-const OTHER_METHOD = "streamingllm";
 const hint = $("hint");
 let conversation = newConversation("");
 let modelName = "";
 let withoutBudget = new Set();
 let running = null;
+let refusedKey = null;
 
-// ---- small helpers ----
-
-function make(tag, attributes = {}, text = "") {
-  const node = tag.startsWith("svg:")
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
-    : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text) node.textContent = text;
-  return node;
-}
-
-function formatBytes(bytes) {
-  if (bytes < 1000) return `${bytes} B`;
-  for (const unit of ["kB", "MB", "GB"]) {
-    bytes /= 1000;
-    if (bytes < 999.5 || unit === "GB") return `${bytes.toPrecision(3)} ${unit}`;
-  }
-}
-
-const formatMs = (ms) => (ms === null ? "–" : ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(2)} s`);
-
-function median(values) {
-  if (!values.length) return null;
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[Math.floor(sorted.length / 2)];
-}
-
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function get(path) {
-  const response = await fetch(path, { headers: headers() });
-  const body = await response.json();
-  if (!response.ok) throw new Error(body.error?.message ?? `${path} answered ${response.status}`);
-  return body;
-}
-
-function showError(error) {
-  $("error").textContent = error ? error.message ?? String(error) : "";
-}
-
-// ---- server, methods, sessions ----
+// ---- server, sessions ----
 
 async function loadServer() {
   const [models, methods] = await Promise.all([get("/v1/models"), get("/v1/methods")]);
-  modelName = models.data[0].id;
-  $("model").textContent = `${modelName}, context ${models.data[0].max_model_len.toLocaleString()} tokens`;
-  withoutBudget = new Set(methods.data.filter((method) => method.token_budget === null && method.retention === null)
+  const [model] = models.data;
+  const fitting = methods.data.filter((method) => model.methods.includes(method.id));
+  modelName = model.id;
+  $("model").textContent = `${modelName}, context ${formatCount(model.max_model_len, "token")}`;
+  hint.querySelector("#demo-words").hidden = modelName !== "demo";
+  withoutBudget = new Set(fitting.filter((method) => method.token_budget === null && method.retention === null)
     .map((method) => method.id));
-  const chosen = $("method").value;
-  $("method").replaceChildren(...methods.data.map((method) => {
-    const option = make("option", { value: method.id }, method.default ? `${method.id} (default)` : method.id);
-    option.selected = chosen ? chosen === method.id : method.default;
-    return option;
-  }));
-  const other = $("other-method").value || OTHER_METHOD;
-  $("other-method").replaceChildren(...methods.data.map((method) => make("option", { value: method.id }, method.id)));
-  if (methods.data.some((method) => method.id === other)) $("other-method").value = other;
+  if (model.capabilities.thinking.supported && !settings()["max-tokens"]) $("max-tokens").value = THOUGHT_TOKENS;
+  fillMethods(fitting);
+  showSettings();
   await refreshDocuments();
+}
+
+async function ensureServer() {
+  if (!modelName) await loadServer();
 }
 
 async function refreshReady() {
   let state = "not ready";
   try {
     if ((await fetch("/ready")).ok) state = "ready";
-    if (state === "ready" && !modelName) await loadServer();
+    if (state === "ready" && refusedKey !== $("key").value.trim()) await ensureServer();
   } catch (error) {
     if (state === "ready") showError(error);
   }
@@ -92,21 +46,22 @@ async function refreshReady() {
 async function refreshSessions() {
   const sessions = await get("/v1/sessions");
   $("sessions").replaceChildren(...sessions.data.map((session) =>
-    make("option", { value: session.id }, `${session.turns} turns, ${session.tokens} tokens`)));
+    make("option", { value: session.id }, `${formatCount(session.turns, "turn")}, ${formatCount(session.tokens, "token")}`)));
   $("conversations").replaceChildren(...conversationItems(sessions.data, conversation.id, (chosen) =>
-    (typeof chosen === "string" ? openSession(chosen) : open(chosen)).then(() => showError(null), showError)));
+    tried(() => (typeof chosen === "string" ? openSession(chosen) : open(chosen)))));
 }
 
-function newSession() {
-  const random = crypto.getRandomValues(new Uint32Array(2));
-  conversation = newConversation(`play-${random[0].toString(36)}${random[1].toString(36)}`);
+/** Begin a conversation. Args: id: of its session; a new one has a name that no other has here. */
+function begin(id) {
+  const listed = [...$("sessions").options].map((option) => option.value);
+  const stored = storedConversations().map((known) => known.id);
+  conversation = newConversation(id ?? newName(new Set([...listed, ...stored])));
   showConversation();
-  $("message").focus();
 }
 
 /** Show a conversation of this browser. */
 async function open(chosen) {
-  if (running) throw new Error("An answer is running; stop it first.");
+  checkIdle();
   conversation = chosen;
   localStorage.setItem(CURRENT, conversation.id);
   showConversation();
@@ -121,6 +76,7 @@ async function openSession(id) {
 }
 
 function showConversation() {
+  setEdited(null);
   $("session").value = conversation.id;
   $("system").value = conversation.system;
   $("tools").value = conversation.tools;
@@ -133,11 +89,13 @@ function showConversation() {
 }
 
 async function deleteSession() {
+  checkIdle();
   const id = $("session").value.trim();
-  const response = await fetch(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE", headers: headers() });
-  if (!response.ok && response.status !== 404) throw new Error((await response.json()).error.message);
+  await call(`/v1/sessions/${encodeURIComponent(id)}`, { method: "DELETE" }).catch((error) => {
+    if (error.status !== 404) throw error;
+  });
   forgetConversation(id);
-  newSession();
+  begin();
   await refreshSessions();
 }
 
@@ -152,17 +110,12 @@ function toolsOf(conversation) {
   }
 }
 
-function compressionOf(method) {
-  const kind = $("budget-kind").value;
-  return { method, ...(kind && !withoutBudget.has(method) ? { [kind]: Number($("budget").value) } : {}) };
-}
-
-/** Args: added: messages after those of the conversation. */
-function requestBody(added) {
+/** Args: messages: all of the conversation's that the model reads. */
+function requestBody(messages) {
   const system = conversation.system.trim() ? [{ role: "system", content: conversation.system.trim() }] : [];
   return {
     model: modelName,
-    messages: [...system, ...[...conversation.messages, ...added].map(sent)],
+    messages: [...system, ...messages.map(sent)],
     ...toolsOf(conversation),
     ...(conversation.documents.length ? { document_ids: conversation.documents } : {}),
     stream: true,
@@ -179,148 +132,74 @@ function sent({ role, content, calls, callId }) {
   return { role, content, ...(calls?.length ? { tool_calls: calls } : {}), ...(callId ? { tool_call_id: callId } : {}) };
 }
 
-async function* chunksOf(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffered = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    buffered += value;
-    const events = buffered.split("\n\n");
-    buffered = events.pop();
-    for (const event of events) {
-      if (!event.startsWith("data: ")) continue;
-      const data = event.slice(6);
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      yield chunk;
-    }
-  }
-}
-
+/** Args: added: messages after those of the conversation; shown: where the answer appears. */
 async function runTurn(added, shown) {
-  const started = performance.now();
-  const message = { role: "assistant", content: "", reasoning: "", calls: [] };
-  let last = null;
-  let timeToFirst = null;
-  const gaps = [];
-  const session = { session_id: $("session").value.trim() };
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), signal: running.signal,
-    body: JSON.stringify({ ...requestBody(added), ...(session.session_id ? session : {}) }),
-  });
-  if (!response.ok) throw new Error((await response.json()).error.message);
+  const message = newAnswer();
+  const own = conversation;
+  const id = $("session").value.trim();
+  const session = { session_id: id, ...(own.isRewound ? { session_mode: "replace" } : {}) };
+  const body = { ...requestBody([...own.messages, ...added]), ...(id ? session : {}) };
   try {
-    for await (const chunk of chunksOf(response)) {
-      const delta = chunk.choices[0]?.delta ?? {};
-      if (delta.content || delta.reasoning_content || delta.tool_calls) {
-        const now = performance.now();
-        if (last === null) timeToFirst = now - started;
-        else gaps.push(now - last);
-        last = now;
-        message.content += delta.content ?? "";
-        message.reasoning += delta.reasoning_content ?? "";
-        for (const added of delta.tool_calls ?? []) {
-          const { id, type, function: called } = added;
-          if (!id) message.calls[added.index].function.arguments += called.arguments;
-          else message.calls[added.index] = { id, type, function: called };
-        }
-        showAnswer(shown, message);
-      }
-      if (chunk.kv) {
-        const { kept_by_layer: _, ...kv } = chunk.kv;
-        const turn = { ...kv, ttftMs: timeToFirst, itlMs: median(gaps) };
-        conversation.turns.push(turn);
-        message.facts = factsOf(turn);
-        showAnswer(shown, message);
-        showTurns();
-      }
-    }
+    const { kept_by_layer: _, ...turn } = await streamAnswer(body, message, () => showAnswer(shown, message));
+    own.turns.push(turn);
+    delete own.isRewound;
   } finally {
-    if (message.content || message.calls.length) {
-      conversation.messages.push(...added, message);
-      storeConversation(conversation);
+    if (message.content || message.calls.length || message.facts) {
+      own.messages.push(...added, message);
+      storeConversation(own);
+      showAnswer(shown, message);
+      showTurns();
     }
   }
 }
 
-/** The tool calls of the last answer that have no result yet. */
-function openCalls() {
-  const at = conversation.messages.findLastIndex((message) => message.role === "assistant");
-  const results = new Set(conversation.messages.slice(at + 1).map((message) => message.callId));
-  return (conversation.messages[at]?.calls ?? []).filter((call) => !results.has(call.id));
-}
-
-function showExpected() {
-  const [call] = openCalls();
-  $("message").placeholder = call
-    ? `Result of ${call.function.name}(${call.function.arguments})`
-    : "Message (Enter sends, Shift+Enter makes a line)";
-}
-
-/** The draft as messages: a question, or the result of a call. */
-function drafted() {
-  const text = $("message").value.trim();
-  const documentText = $("document").value.trim();
-  const [call] = openCalls();
-  if (call) return { role: "tool", content: text, callId: call.id };
-  const content = documentText ? `${documentText}\n\n${text}` : text;
-  return { role: "user", content, ...(documentText ? { shown: text, document: documentText } : {}) };
-}
-
-function factsOf(turn) {
-  const reason = turn.reason ? ` (${turn.reason})` : "";
-  return `${turn.method}${reason}: shipped ${formatBytes(turn.shipped_bytes)} of ${formatBytes(turn.full_bytes)}, ` +
-    `${turn.reused_tokens} of ${turn.prompt_tokens} prompt tokens reused, first token after ${formatMs(turn.ttftMs)}`;
-}
-
-/** Fill the form with the server's example: a document, a question about it and a token budget. */
-async function loadExample() {
-  const example = await get("/example");
-  const [documentText, question] = example.messages[0].content.split("\n\n");
-  setDraft(question, documentText);
-  if (!modelName) await loadServer();
-  $("method").value = example.kv_compression.method;
-  $("budget-kind").value = "token_budget";
-  showBudget();
-  $("budget").value = example.kv_compression.token_budget;
-  $("max-tokens").value = example.max_tokens;
-  $("message").focus();
-}
-
-function setDraft(message, documentText) {
-  $("message").value = message;
-  $("document").value = documentText;
-  $("paste").open = documentText !== "";
-  showDocumentSize();
+function checkIdle() {
+  if (running) throw new Error("An answer is running; stop it first.");
 }
 
 /** Run something that has an answer; Esc and the button stop it. */
 async function busy(work) {
-  showError(null);
   running = new AbortController();
   for (const id of ["send", "compare"]) $(id).disabled = true;
   $("stop").disabled = false;
-  try {
-    if (!modelName) await loadServer();
-    await work();
-  } catch (error) {
-    if (error.name !== "AbortError") showError(error);
-  } finally {
-    running = null;
-    for (const id of ["send", "compare"]) $(id).disabled = false;
-    $("stop").disabled = true;
-    $("message").focus();
-  }
+  await tried(work);
+  running = null;
+  for (const id of ["send", "compare"]) $(id).disabled = false;
+  $("stop").disabled = true;
+  $("message").focus({ preventScroll: true });
 }
 
-async function send(event) {
-  event.preventDefault();
+/** Show the answer to the messages as it arrives. Args: undo: called where nothing of it came. */
+async function answered(added, undo) {
+  const answer = showMessage(newAnswer());
+  answer.article.classList.add("pending");
+  await busy(async () => {
+    const { length } = conversation.messages;
+    try {
+      await ensureServer();
+      await runTurn(added, answer);
+    } finally {
+      answer.article.classList.remove("pending");
+      if (conversation.messages.length === length) {
+        answer.article.remove();
+        undo();
+      }
+    }
+    showExpected();
+    await refreshSessions();
+  });
+}
+
+async function send() {
   if (!$("message").value.trim() || running) return;
-  const message = drafted();
   const draft = [$("message").value, $("document").value];
-  if (message.role === "tool" && openCalls().length > 1) {
+  const message = drafted();
+  const replaced = edited;
+  let restore = null;
+  if (replaced) {
+    restore = rewind(messagesBefore().length);
+    showConversation();
+  } else if (message.role === "tool" && openCalls().length > 1) {
     conversation.messages.push(message);
     showMessage(message);
     setDraft("", "");
@@ -328,95 +207,88 @@ async function send(event) {
     return;
   }
   const question = showMessage(message);
-  const answer = showMessage({ role: "assistant", content: "" });
-  answer.article.classList.add("pending");
   setDraft("", "");
-  await busy(async () => {
-    try {
-      await runTurn([message], answer);
-    } catch (error) {
-      if (!conversation.messages.includes(message)) {
-        question.article.remove();
-        answer.article.remove();
-        setDraft(...draft);
-      }
-      throw error;
-    } finally {
-      answer.article.classList.remove("pending");
-    }
-    showExpected();
-    await refreshSessions();
+  await answered([message], () => {
+    question.article.remove();
+    setDraft(...draft);
+    if (!replaced) return;
+    restore();
+    showConversation();
+    setEdited(replaced);
+  });
+}
+
+/** Ask the last question again, with the settings as they are now. */
+async function regenerate() {
+  checkIdle();
+  const restore = rewind(conversation.messages.findLastIndex((message) => message.role === "assistant"));
+  showConversation();
+  await answered([], () => {
+    restore();
+    showConversation();
   });
 }
 
 /** The draft, or the last question, with both chosen methods. */
 async function sendCompared() {
-  if (running) return;
+  checkIdle();
   const isDraft = $("message").value.trim() !== "";
-  const last = conversation.messages.findLastIndex((message) => message.role === "user");
-  if (!isDraft && last < 0) {
-    showError("Write a question, or load the example, to compare methods on it.");
-    return;
-  }
-  await busy(() => {
-    const body = requestBody(isDraft ? [drafted()] : []);
-    if (!isDraft) body.messages.splice(body.messages.length - (conversation.messages.length - last - 1));
-    return compare(body, [$("method").value, $("other-method").value]);
+  const messages = isDraft
+    ? [...messagesBefore(), drafted()]
+    : conversation.messages.slice(0, conversation.messages.findLastIndex((message) => message.role === "user") + 1);
+  const question = messages.at(-1);
+  if (!question) throw new Error("Write a question, or load the example, to compare methods on it.");
+  // Of a question without a document of its own, the end: the rest may be one.
+  const asked = question.shown ?? question.content.slice(-200);
+  await busy(async () => {
+    await ensureServer();
+    await compare(requestBody(messages), [$("method").value, $("other-method").value], asked);
   });
 }
 
 // ---- controls ----
 
-function showBudget() {
-  const limits = BUDGETS[$("budget-kind").value];
-  const input = $("budget");
-  input.hidden = !limits;
-  if (!limits) return;
-  for (const name of ["min", "max", "step"]) {
-    if (limits[name] === undefined) input.removeAttribute(name);
-    else input.setAttribute(name, limits[name]);
-  }
-  input.value = limits.value;
-}
+const clicked = (id, act) => $(id).addEventListener("click", () => tried(act));
 
-function showDocumentSize() {
-  const length = $("document").value.trim().length;
-  $("document-size").textContent = length ? `(${length.toLocaleString()} characters)` : "";
-}
-
-function switchTheme() {
-  const dark = document.documentElement.dataset.theme
-    ? document.documentElement.dataset.theme === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
-}
-
-$("form").addEventListener("submit", send);
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  tried(send);
+});
 $("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  tried(send);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
+  if (event.key !== "Escape") return;
+  if (running) running.abort();
+  else if (edited) cancelEdit();
 });
-$("stop").addEventListener("click", () => running?.abort());
-$("theme").addEventListener("click", switchTheme);
-$("example").addEventListener("click", () => loadExample().then(() => showError(null), showError));
-$("new-session").addEventListener("click", newSession);
-$("session").addEventListener("change", () => {
-  conversation = newConversation($("session").value.trim());
-  showConversation();
+clicked("stop", () => running?.abort());
+clicked("cancel-edit", cancelEdit);
+clicked("theme", switchTheme);
+clicked("example", loadExample);
+clicked("new-session", () => {
+  checkIdle();
+  begin();
+  $("message").focus();
 });
+clicked("compare", sendCompared);
+clicked("store-document", storeDocument);
+clicked("delete-session", deleteSession);
+$("session").addEventListener("change", () => tried(() => {
+  checkIdle();
+  begin($("session").value.trim());
+}));
 for (const name of ["system", "tools"]) $(name).addEventListener("input", () => { conversation[name] = $(name).value; });
-$("compare").addEventListener("click", sendCompared);
-$("store-document").addEventListener("click", () => storeDocument().then(() => showError(null), showError));
-$("delete-session").addEventListener("click", () => deleteSession().then(() => showError(null), showError));
-$("budget-kind").addEventListener("change", showBudget);
+for (const name of REMEMBERED) $(name).addEventListener("change", () => setField(name, $(name).value));
 $("document").addEventListener("input", showDocumentSize);
-$("key").addEventListener("change", () => {
+$("key").addEventListener("change", () => tried(async () => {
   sessionStorage.setItem("kvferry-key", $("key").value);
   modelName = "";
-  refreshReady();
-});
+  await loadServer();
+  await refreshSessions();
+}));
 $("file").addEventListener("change", async () => {
   const file = $("file").files[0];
   if (!file) return;
@@ -425,10 +297,12 @@ $("file").addEventListener("change", async () => {
 });
 
 $("key").value = sessionStorage.getItem("kvferry-key") ?? "";
+restoreSettings();
 const former = storedConversations().find((stored) => stored.id === localStorage.getItem(CURRENT));
 if (former) {
   conversation = former;
   showConversation();
-} else newSession();
+} else begin();
+$("message").focus();
 refreshReady().then(() => modelName && refreshSessions()).catch(showError);
 setInterval(refreshReady, 5000);

@@ -3,13 +3,14 @@
 
 function showTurns() {
   const { turns } = conversation;
+  $("no-turns").hidden = turns.length > 0;
   showChart();
-  $("strips").replaceChildren(...turns.map(stripOf).filter(Boolean));
+  $("strips").replaceChildren(...turns.map(stripOf).filter(Boolean).reverse());
   $("turns").replaceChildren(...turns.map((turn, index) => {
     const row = make("tr");
     const cells = [turn.method, turn.prompt_tokens, turn.reused_tokens, formatBytes(turn.full_bytes),
       formatBytes(turn.shipped_bytes), `${(turn.full_bytes / turn.shipped_bytes).toFixed(1)}×`,
-      formatMs(turn.ttftMs), formatMs(turn.itlMs)];
+      formatMs(turn.ttftMs), formatMs(turn.itlMs), turn.tokensPerS ? formatRate(turn.tokensPerS) : "–", endingOf(turn)];
     row.append(make("th", { scope: "row" }, String(index + 1)), ...cells.map((cell) => make("td", {}, String(cell))));
     return row;
   }));
@@ -23,7 +24,7 @@ function showChart() {
     chart.replaceChildren();
     return;
   }
-  const width = 400, height = 150, base = height - 16;
+  const width = 400, height = 130, base = height - 16;
   const largest = Math.max(...turns.flatMap((turn) => [turn.full_bytes, turn.shipped_bytes]));
   const slot = Math.min(width / turns.length, 80), bar = slot * 0.36;
   const svg = make("svg:svg", { viewBox: `0 0 ${width} ${height}` });
@@ -41,6 +42,13 @@ function showChart() {
   chart.replaceChildren(svg);
 }
 
+/** Why the kept rows have another share of the tokens than of the bytes. */
+function whyUnlike(turn, kept, shipped) {
+  if (turn.delta_bytes !== undefined) return ", as decode had other rows already";
+  if (shipped < 0.9 * kept) return ", as a kept row has fewer bits";
+  return shipped > 1.1 * kept ? ", as a kept row was shipped in more bits" : "";
+}
+
 function stripOf(turn, index) {
   if (!turn.kept) return null;
   const strip = make("div", { class: "strip" });
@@ -51,8 +59,10 @@ function stripOf(turn, index) {
     rect.append(make("svg:title", {}, `from token ${from}: ${(fraction * 100).toFixed(0)} % kept`));
     svg.append(rect);
   });
-  const mean = turn.kept.reduce((sum, fraction) => sum + fraction, 0) / turn.kept.length;
-  const text = `Turn ${index + 1}, ${turn.method}: ${(mean * 100).toFixed(1)} % of ${turn.prompt_tokens} tokens' rows kept`;
+  const kept = turn.kept.reduce((sum, fraction) => sum + fraction, 0) / turn.kept.length;
+  const shipped = turn.shipped_bytes / turn.full_bytes;
+  const text = `Turn ${index + 1}, ${turn.method}: ${formatShare(kept)} of the rows kept, ` +
+    `${formatShare(shipped)} of the bytes shipped${whyUnlike(turn, kept, shipped)}`;
   svg.setAttribute("aria-label", text);
   strip.append(make("p", {}, text), svg);
   return strip;

@@ -20,6 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.services.launcher.cli import main
+from kvferry.shared.process.serving import reachable
 from kvferry.shared.trust.certs import Certs
 from kvtest.forked import Forked
 
@@ -74,14 +75,14 @@ def _sample(url: str, name: str, labels: dict[str, str], tls: ssl.SSLContext | N
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[Stack]:
+def serving(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Stack]:
     """Run `kvferry serve` with these options until the block ends; raises with its log if it fails."""
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-") as folder:
         ready_path, log_path = Path(folder) / "ready.json", Path(folder) / "serve.log"
         process = Forked(
             main,
             [
-                *("serve", "--listen", "127.0.0.1:0"),
+                *("serve", "--listen", listen),
                 *("--ready-file", str(ready_path), "--log-format", "json", *options),
             ],
             log=log_path,
@@ -97,7 +98,7 @@ def serving(*options: str) -> Iterator[Stack]:
             certs = dict(itertools.pairwise(options)).get("--certs")
             scheme = "https" if certs else "http"
             yield Stack(
-                base_url=f"http://{addresses['address']}",
+                base_url=f"http://{reachable(addresses['address'])}",
                 prefill_metrics_url=f"{scheme}://{addresses['prefill_metrics']}/metrics",
                 decode_metrics_url=f"{scheme}://{addresses['decode_metrics']}/metrics",
                 tls=Certs(certs, "metrics").client_context() if certs else None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import signal
 import socket
 import ssl
@@ -16,17 +16,17 @@ import httpx
 import pytest
 from kvtest.processes import is_running
 
-from kvferry.services.launcher.display import EXAMPLE_ANSWER, EXAMPLE_MESSAGE
 from kvferry.shared.compression.rdkv.epsilon import EpsilonTable
 from kvferry.tools.certs import make_certs
 from kvferry.tools.evaluation.epsilon import save_table
 
+MESSAGE = "the access code of the blue lighthouse is 9 0 5 3 . what is the pin of the red castle ?"
 COMMAND = (sys.executable, "-c", "from kvferry.services.launcher.cli import main; main()")
 ROLES = ("prefill", "decode", "router")
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:
-    body = {"model": "demo", "messages": [{"role": "user", "content": EXAMPLE_MESSAGE}], "temperature": 0}
+    body = {"model": "demo", "messages": [{"role": "user", "content": MESSAGE}], "temperature": 0}
     return httpx.post(f"{url}/v1/chat/completions", json=body | fields, timeout=120, trust_env=False)
 
 
@@ -43,15 +43,10 @@ def test_a_stack_of_processes_serves_recovers_and_leaves_nothing(serve: Any, tmp
 
         # The line that was printed works as it stands.
         (line,) = (line for line in served.output.splitlines() if line.startswith("curl"))
-        words = shlex.split(line)
-        reply = httpx.post(
-            words[2],
-            content=words[words.index("-d") + 1],
-            headers={"Content-Type": "application/json"},
-            timeout=120,
-            trust_env=False,
-        )
-        assert reply.json()["choices"][0]["message"]["content"].split() == EXAMPLE_ANSWER.split()
+        done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=120, check=True)
+        example = json.loads(done.stdout)
+        assert example["choices"][0]["message"]["content"].split() == ["6", "5", "6", "3"]
+        assert 3 * example["kv"]["shipped_bytes"] < example["kv"]["full_bytes"]
 
         # Every service knows the folder's distortion tables, by name alone.
         for name, status in (("mine", 200), ("other", 400), (str(tmp_path / "mine.json"), 400)):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from kvtest.router import SPEC
+from kvtest.text_models import CHATML, THINKING, make_text_model
 
+from kvferry.models import CALIBRATION_TEXT
 from kvferry.shared.compression.presets import method_names
+from kvferry.shared.model.tokenizer import ChatTokenizer
 
 BODY: dict[str, Any] = {
     "model": "demo",
@@ -55,6 +62,44 @@ async def test_the_example_is_a_request_that_the_router_takes(stack: Any) -> Non
     answer = await stack.http.post("/v1/chat/completions", json={**example, "max_tokens": 2})
     # The scripted model's context is shorter than the example; everything before that accepted the request.
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_model_that_reads_any_text_is_asked_about_a_story(start_stack: Any, tmp_path: Path) -> None:
+    """The story and the answer's limit fit into the context."""
+    whole = (CALIBRATION_TEXT / "engineers-thumb.txt").read_text("utf-8")
+    fact = "The ferry to Kvitsund leaves at 16:45 from pier 7."
+    tokenizers = [
+        ChatTokenizer.load(make_text_model(tmp_path / name, template=template))
+        for name, template in (("plain", CHATML), ("thinking", THINKING))
+    ]
+    for tokenizer, length, limit in (
+        (tokenizers[0], 400, 100),
+        (tokenizers[0], 2048, 128),
+        (tokenizers[0], 32768, 128),
+        (tokenizers[1], 32768, 1024),
+    ):
+        stack = await start_stack(tokenizer=tokenizer, spec=replace(SPEC, max_model_len=length))
+        example = (await stack.http.get("/example")).json()
+        *paragraphs, question = example["messages"][0]["content"].split("\n\n")
+        paragraphs.remove(fact)
+        story = "\n\n".join(paragraphs)
+        assert whole.startswith(story)
+        assert story.endswith(".")
+        assert min(7000, 1.5 * length) < len(story) <= min(8000, 2 * length)
+        assert question == "When does the ferry to Kvitsund leave?"
+        assert example["max_tokens"] == limit
+        assert example["kv_compression"] == {"method": "rdkv", "token_budget": 128}
+
+
+async def test_the_example_names_the_method_of_the_server(start_stack: Any) -> None:
+    stack = await start_stack(default_method="full", allowed_methods="full")
+    assert (await stack.http.get("/example")).json()["kv_compression"] == {"method": "full"}
+
+
+def test_the_page_has_a_line_about_every_method() -> None:
+    text = (files("kvferry.services.router.playground") / "methods.js").read_text("utf-8")
+    named = re.findall(r'^    "?([a-z0-9-]+)"?: "', text, re.MULTILINE)
+    assert sorted(named) == sorted(method_names())
 
 
 async def test_methods_are_those_a_request_may_name(start_stack: Any) -> None:
