@@ -82,8 +82,6 @@ def process_context(device: str) -> ForkServerContext | SpawnContext:
 class ServiceProcess:
     """A service's process. Used by the launcher's event loop only.
 
-    It is the leader of a new session, so that a terminal's Ctrl-C reaches the launcher alone.
-
     Attributes: addresses: what the service wrote into its ready file: `address`, `metrics`, ...
     """
 
