@@ -89,7 +89,5 @@ def settings_of(settings: type[S], config: ServeConfig, **chosen: str) -> S:
     """Return the settings of one service: those of `kvferry serve`, and what the launcher chose."""
     given = {field: getattr(config, field) for field in settings.model_fields}
     if settings is not RouterConfig:
-        given["listen"] = (
-            "127.0.0.1:0"  # the HTTP server's is the router's; workers here have no control server
-        )
+        given["listen"] = "127.0.0.1:0"  # of a control server, which workers here do not have
     return settings(**{**given, **chosen})
