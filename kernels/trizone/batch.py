@@ -135,11 +135,22 @@ class TriZoneBatch(SlotBatch[PackedRows, PackedScratch]):
         row_splits = min(max(-(-capacity // ROWS_PER_SPLIT), 1), MAX_ROW_SPLITS)
         packed = [[rows.packed] for rows in layers.values()]
         numbers = torch.tensor(list(layers)).to(self._shape.device)
-        for items in self._lists:
-            num_programs = max(items.wanted - heads * row_splits, heads)
-            work = work_list(packed, self._codes, row_splits=row_splits, num_programs=num_programs)
-            items.place(slot, numbers, work.items)
-        entries = work.entries.view(len(packed), heads, -1)
+        # the divisions are made in one list, one after the other
+        wanted = [max(items.wanted - heads * row_splits, heads) for items in self._lists]
+        work = work_list(
+            packed * len(wanted),
+            self._codes,
+            row_splits=row_splits,
+            num_programs=[number for number in wanted for _ in packed],
+        )
+        division, first = work.items[:, HEAD_COLUMN] // (len(packed) * heads), 0
+        for number, items in enumerate(self._lists):
+            own = work.items[division == number]
+            own[:, [SOURCE_COLUMN, HEAD_COLUMN]] -= number * len(packed) * heads
+            own[:, FIRST_ITEM_COLUMN] -= first
+            items.place(slot, numbers, own)
+            first += len(own)
+        entries = work.entries[: len(packed) * heads].view(len(packed), heads, -1)
         entries[:, :, 0] = slot * heads + torch.arange(heads)
         self._entries_of(slot).index_copy_(0, numbers, entries.to(self._shape.device, non_blocking=True))
 

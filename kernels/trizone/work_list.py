@@ -56,7 +56,7 @@ def work_list(
     base: Tensor,
     *,
     row_splits: int,
-    num_programs: int | None = None,
+    num_programs: int | Sequence[int] | None = None,
     item_bytes: int = MIN_ITEM_BYTES,
 ) -> WorkList:
     """Make the list of one layer of a batch, on the host.
@@ -66,7 +66,8 @@ def work_list(
         base: the tensor that offsets count from; every layer's buffer is on its device, a multiple of 16
             bytes from it.
         row_splits: splits of each head's unpacked rows, at least 1.
-        num_programs: how many items of packed tokens a sequence should have at most; a long one has more.
+        num_programs: how many items of packed tokens a sequence should have at most, for all or for each; a
+            long one has more.
         item_bytes: the least bytes that an item should read.
 
     Raises:
@@ -82,15 +83,15 @@ def work_list(
     channels, tokens = entries[:, 1:5], entries[:, 5:9]
     starts_head = torch.ones_like(heads)
     starts_head[1:] = heads[1:] != heads[:-1]
-    wanted = torch.tensor(item_bytes)
+    zones, wanted = _Zones(channels, tokens, head_dim), torch.tensor(item_bytes)
     if num_programs is not None:
-        wanted = _balanced(channels, tokens, head_dim, heads // num_heads, num_programs, item_bytes)
-    items = _zone_items(channels, tokens, head_dim, wanted)
+        wanted = _balanced(zones, heads // num_heads, torch.as_tensor(num_programs), item_bytes)
     # an item per split of the head's rows goes before those of its first entry
     splits, zero = starts_head * row_splits, torch.zeros_like(starts_head)
     rows = (splits, zero, splits, torch.ones_like(zero))
     counts, first, last, per_item = (
-        torch.cat([of_rows[:, None], of_zones], 1) for of_rows, of_zones in zip(rows, items, strict=True)
+        torch.cat([of_rows[:, None], of_zones], 1)
+        for of_rows, of_zones in zip(rows, zones.items(wanted), strict=True)
     )
     per_head = torch.zeros(int(heads[-1]) + 1, dtype=torch.int64).index_add_(0, heads, counts.sum(1))
     longest = int(per_head.max())
@@ -116,29 +117,6 @@ def work_list(
     )
 
 
-def _balanced(
-    channels: Tensor, tokens: Tensor, head_dim: int, of_sequence: Tensor, num_programs: int, item_bytes: int
-) -> Tensor:
-    """Return the item bytes of each entry for at most `num_programs` items per sequence, or more items of
-    `MAX_ITEM_BYTES`; `MAX_SPLITS` per head at most."""
-    key_bytes = tokens.sum(1) * (channels * _WIDTHS).sum(1) // 8
-    sizes = key_bytes + (tokens * _row_bytes(head_dim)).sum(1)
-    zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
-    total = zeros.index_add(0, of_sequence, sizes)
-    largest = zeros.scatter_reduce(0, of_sequence, sizes, "amax")
-    least = (largest // (MAX_SPLITS // 2)).clamp(min=item_bytes)
-    wanted = torch.maximum(total // max(num_programs, 1), least)
-    # a zone's last item is short, so an equal share of the bytes makes too many
-    for _ in range(_BALANCING_ROUNDS):
-        counts = _zone_items(channels, tokens, head_dim, wanted[of_sequence])[0].sum(1)
-        counts = zeros.index_add(0, of_sequence, counts)
-        if not bool((counts > num_programs).any()):
-            break
-        more = wanted * counts // max(num_programs, 1)
-        wanted = torch.where(counts > num_programs, torch.maximum(more, wanted + wanted // 16), wanted)
-    return torch.maximum(wanted.clamp(max=MAX_ITEM_BYTES), least)[of_sequence]
-
-
 @cache
 def _row_bytes(head_dim: int) -> Tensor:
     """Return the bytes of a token's V by width, int64 `[4]`."""
@@ -147,25 +125,58 @@ def _row_bytes(head_dim: int) -> Tensor:
     )
 
 
-def _zone_items(
-    channels: Tensor, tokens: Tensor, head_dim: int, item_bytes: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the runs of tiles with one V width; a tile with two widths is in an item of each.
+class _Zones:
+    """The runs of tiles with one V width of each entry; a tile with two widths is in an item of each.
 
-    Args: channels, tokens: int64 `[E, 4]`, counts by width; item_bytes: int64 `[E]` or one for all.
-    Returns: int64 `[E, 4]`, by V width: number of items, first tile, tile after the last, tiles per item.
+    Args: channels, tokens: int64 `[E, 4]`, counts by width.
+    Attributes: sizes: bytes of each entry, int64 `[E]`.
     """
-    ends = tokens.cumsum(1)
-    full = ends[:, -1:] // BLOCK_TOKENS * BLOCK_TOKENS
-    # the short block's first tile has four fields, too, of as many lanes as the block has
-    short = (ends[:, -1:] - full + 7) // 8 * 4
 
-    def tile_of(token: Tensor) -> Tensor:
-        return torch.where(token < full, token, full + (token - full >= short) * TILE_TOKENS) // TILE_TOKENS
+    def __init__(self, channels: Tensor, tokens: Tensor, head_dim: int) -> None:
+        row_bytes, channel_bits = _row_bytes(head_dim), (channels * _WIDTHS).sum(1)
+        ends = tokens.cumsum(1)
+        full = ends[:, -1:] // BLOCK_TOKENS * BLOCK_TOKENS
+        # the short block's first tile has four fields, too, of as many lanes as the block has
+        short = (ends[:, -1:] - full + 7) // 8 * 4
 
-    first, last = tile_of(ends - tokens), tile_of((ends - 1).clamp(min=0)) + 1
-    tile_bytes = (channels * _WIDTHS).sum(1, keepdim=True) * (TILE_TOKENS // 8)
-    tile_bytes = tile_bytes + TILE_TOKENS * _row_bytes(head_dim)
-    per_item = ((item_bytes.view(-1, 1) + tile_bytes - 1) // tile_bytes).clamp(min=1)
-    counts = torch.where(tokens > 0, (last - first + per_item - 1) // per_item, 0)
-    return counts, first, last, per_item
+        def tile_of(token: Tensor) -> Tensor:
+            return (
+                torch.where(token < full, token, full + (token - full >= short) * TILE_TOKENS) // TILE_TOKENS
+            )
+
+        self._first, self._last = tile_of(ends - tokens), tile_of((ends - 1).clamp(min=0)) + 1
+        self._tiles = (self._last - self._first) * (tokens > 0)
+        self._tile_bytes = channel_bits[:, None] * (TILE_TOKENS // 8) + TILE_TOKENS * row_bytes
+        self.sizes = ends[:, -1] * channel_bits // 8 + (tokens * row_bytes).sum(1)
+
+    def per_item(self, item_bytes: Tensor) -> Tensor:
+        """Return tiles per item, int64 `[E, 4]`. Args: item_bytes: int64 `[E]` or one for all."""
+        return ((item_bytes.view(-1, 1) + self._tile_bytes - 1) // self._tile_bytes).clamp(min=1)
+
+    def counts(self, per_item: Tensor) -> Tensor:
+        """Return the number of items, int64 `[E, 4]`."""
+        return (self._tiles + per_item - 1) // per_item
+
+    def items(self, item_bytes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return int64 `[E, 4]`, by V width: number of items, first tile, tile after the last, tiles per item."""
+        per_item = self.per_item(item_bytes)
+        return self.counts(per_item), self._first, self._last, per_item
+
+
+def _balanced(zones: _Zones, of_sequence: Tensor, num_programs: Tensor, item_bytes: int) -> Tensor:
+    """Return the item bytes of each entry for at most `num_programs` items per sequence, or more items of
+    `MAX_ITEM_BYTES`; `MAX_SPLITS` per head at most."""
+    zeros = torch.zeros(int(of_sequence[-1]) + 1, dtype=torch.int64)
+    total = zeros.index_add(0, of_sequence, zones.sizes)
+    largest = zeros.scatter_reduce(0, of_sequence, zones.sizes, "amax")
+    least = (largest // (MAX_SPLITS // 2)).clamp(min=item_bytes)
+    wanted = torch.maximum(total // num_programs.clamp(min=1), least)
+    # a zone's last item is short, so an equal share of the bytes makes too many
+    for _ in range(_BALANCING_ROUNDS):
+        counts = zones.counts(zones.per_item(wanted[of_sequence])).sum(1)
+        counts = zeros.index_add(0, of_sequence, counts)
+        if not bool((counts > num_programs).any()):
+            break
+        more = wanted * counts // num_programs.clamp(min=1)
+        wanted = torch.where(counts > num_programs, torch.maximum(more, wanted + wanted // 16), wanted)
+    return torch.maximum(wanted.clamp(max=MAX_ITEM_BYTES), least)[of_sequence]
