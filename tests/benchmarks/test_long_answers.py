@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvferry.shared.model.loading import load_model
+from kvferry.tools.evaluation.distance import DistantModel
 from kvferry.tools.oracle import OneProcessGenerator
 from kvferry.tools.recall.tasks import TASKS
 
@@ -36,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 def test_a_segment_run_at_once_gives_what_decodes_caches_give_token_by_token(
     script: dict[str, Any], method: str
 ) -> None:
-    model = load_model("demo", name="demo", device="cpu", dtype="float32")
+    model = DistantModel(load_model("demo", name="demo", device="cpu", dtype="float32"))
     example = TASKS["single_needle"].example(num_tokens=300, seed=1)
     prompt, answer = example.prompt_token_ids, script["long_answer"](example, 300, 1)
     with torch.inference_mode():
