@@ -158,7 +158,7 @@ class _Zones:
         return (self._tiles + per_item - 1) // per_item
 
     def items(self, item_bytes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return int64 `[E, 4]`, by V width: number of items, first tile, tile after the last, tiles per item."""
+        """Return the number of items, first tile, tile after the last, tiles per item, int64 `[E, 4]`."""
         per_item = self.per_item(item_bytes)
         return self.counts(per_item), self._first, self._last, per_item
 

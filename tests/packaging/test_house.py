@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("services", "shared", "kernels", "baselines")
-MAX_FILE_LINES, MAX_LINES = 450, 58_600
+MAX_FILE_LINES, MAX_LINES = 450, 58_700
 
 
 @pytest.fixture(scope="module")
