@@ -1,6 +1,7 @@
 # kvferry's services on CPU; build context: the repository's root.
 
-FROM python:3.11.13-slim-bookworm AS build
+# Of the same release as what runs, and with a C compiler.
+FROM python:3.11.13-bookworm AS build
 # PyPI's torch brings CUDA; PyTorch's own index has the CPU build. Empty: only pip's own configuration.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
@@ -24,6 +25,9 @@ RUN /opt/kvferry/bin/pip install --quiet --no-compile --no-deps --no-build-isola
     && /opt/kvferry/bin/pip uninstall --quiet --yes pip \
     && /opt/kvferry/bin/python -c "import importlib; from kvferry.services.launcher.process import SHARED_IMPORTS; \
         [importlib.import_module(name) for name in SHARED_IMPORTS]"
+# What runs has no C compiler. Empty: attention and products are torch's there, at a fraction of the speed.
+ARG NATIVE=all
+RUN [ -z "$NATIVE" ] || /opt/kvferry/bin/python -c "from kvferry.kernels.native.library import prebuild; prebuild()"
 
 FROM python:3.11.13-slim-bookworm
 LABEL org.opencontainers.image.title="kvferry" \

@@ -1,10 +1,11 @@
 """Compiles this folder's C code with the machine's C compiler, for its own processor, and loads it.
 
-    first call of `library`:  cached file ──no──► compile (some seconds) ──► load ──► compare with torch
-                                   └───────────────yes────────────────────────┘
+    first call of `library`: prebuilt or cached ──no──► compile (some seconds) ──► load ──► compare with torch
+                                    └───────────────────yes──────────────────────────┘
 
-The file is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is
-no such folder or no compiler, or its code does not agree with torch, ops run in torch.
+An image has no compiler, but files for some kinds of processors (`prebuild`). A file that is made here is in
+the user's cache, or, if there is no safe folder for it, in one of this process. Where there is no such folder
+or no compiler, or its code does not agree with torch, ops run in torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -27,8 +29,19 @@ import torch
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-pthread", "-shared", "-fPIC")
+FLAGS = ("-std=gnu11", "-O3", "-pthread", "-shared", "-fPIC")
 COMPILE_S = 60.0
+PREBUILT = Path(sys.prefix) / "share" / "kvferry" / "native"
+_V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+LEVELS: dict[str, dict[str, frozenset[str]]] = {
+    "x86_64": {
+        "x86-64-v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+        "x86-64-v3": _V3,
+    },
+    "aarch64": {"armv8.2-a+fp16": frozenset({"asimdhp"}), "armv8-a": frozenset({"asimd"})},
+}
+"""By machine, the kinds of processors for which files are prebuilt, as compilers name them, the best first,
+and the flags that Linux shows of them."""
 CACHE = Path(".cache") / "kvferry" / "native"
 """In the user's home."""
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -160,22 +173,47 @@ def has_halves() -> bool:
     return bool(library().kvferry_kinds() >> KINDS[torch.float16] & 1)
 
 
+def prebuild(folder: Path = PREBUILT) -> list[Path]:
+    """Compile a file for each of this machine's `LEVELS`, for processes without a compiler.
+
+    Raises: NativeUnavailable, OSError, SubprocessError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_made(folder, level, "") for level in LEVELS.get(platform.machine(), ())]
+
+
 def _compiled() -> Path:
-    """Return the compiled file, made if it is missing. Raises: NativeUnavailable, OSError,
-    SubprocessError."""
-    files = sorted(FOLDER.glob("*.[ch]"))
-    parts = [*(file.read_bytes() for file in files), repr((FLAGS, _processor())).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-    folder = _folder()
-    path = folder / f"decoder-{key}.so"
+    """Return a prebuilt file for this processor, or one compiled for it, made if it is missing.
+
+    Raises: NativeUnavailable, OSError, SubprocessError.
+    """
+    processor = _processor()
+    flags = set(processor.replace("'", " ").split())
+    if PREBUILT.is_dir() and is_safe(PREBUILT.resolve()):
+        for level, needed in LEVELS.get(platform.machine(), {}).items():
+            path = _path(PREBUILT, level, "")
+            if needed <= flags and path.exists():
+                return path
+    return _made(_folder(), "native", processor)
+
+
+def _path(folder: Path, level: str, processor: str) -> Path:
+    sources = [file.read_bytes() for file in sorted(FOLDER.glob("*.[ch]"))]
+    key = hashlib.sha256(b"\0".join([*sources, repr((FLAGS, level, processor)).encode()]))
+    return folder / f"decoder-{key.hexdigest()[:20]}.so"
+
+
+def _made(folder: Path, level: str, processor: str) -> Path:
+    """Return the file of a level, compiled if it is missing."""
+    path = _path(folder, level, processor)
     if not path.exists():
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise NativeUnavailable(f"there is no C compiler: none of {', '.join(COMPILERS)}")
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / path.name
-            sources = [str(file) for file in files if file.suffix == ".c"]
-            command = [compiler, *FLAGS, "-o", str(made), *sources, "-lm"]
+            sources = map(str, sorted(FOLDER.glob("*.c")))
+            command = [compiler, *FLAGS, f"-march={level}", "-o", str(made), *sources, "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
             if done.returncode:
                 raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip()[-500:]}")

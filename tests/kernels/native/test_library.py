@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 from dataclasses import replace
@@ -52,6 +53,55 @@ def test_a_compiler_that_fails_is_a_reason(home: Path, monkeypatch: pytest.Monke
     with pytest.raises(native.NativeUnavailable, match="no-such-flag"):
         native._compiled()
     assert not list(home.iterdir())
+
+
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files of this machine's levels, the best first."""
+    levels = native.LEVELS.get(platform.machine())
+    if not levels:
+        pytest.skip(f"nothing is prebuilt for {platform.machine()}")
+    return dict(zip(levels, native.prebuild(tmp_path_factory.mktemp("prebuilt")), strict=True))
+
+
+@pytest.fixture
+def no_compiler(home: Path, prebuilt: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with the prebuilt files, whose folder this is, and no compiler."""
+    folder = next(iter(prebuilt.values())).parent
+    monkeypatch.setattr(native, "PREBUILT", folder)
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
+    return folder
+
+
+@needs_compiler
+def test_the_best_prebuilt_file_that_a_processor_can_run_needs_no_compiler(
+    no_compiler: Path, prebuilt: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.prebuild(no_compiler) == list(prebuilt.values())
+    for level, needed in native.LEVELS[platform.machine()].items():
+        shown = repr(("machine", ["model name\t: any", f"flags\t\t: fpu {' '.join(sorted(needed))}"]))
+        monkeypatch.setattr(native, "_processor", lambda shown=shown: shown)
+        assert native._compiled() == prebuilt[level]
+    monkeypatch.setattr(native, "_processor", lambda: "('machine', ['flags : fpu'])")
+    with pytest.raises(native.NativeUnavailable, match="no C compiler"):
+        native._compiled()
+
+
+@needs_compiler
+def test_what_is_prebuilt_for_this_processor_agrees_with_torch(no_compiler: Path) -> None:
+    path = native._compiled()
+    assert path.parent == no_compiler
+    assert native.load(path).kvferry_kinds() & 1
+
+
+@needs_compiler
+def test_files_that_others_may_have_replaced_are_not_loaded(no_compiler: Path) -> None:
+    no_compiler.chmod(0o777)
+    try:
+        with pytest.raises(native.NativeUnavailable, match="no C compiler"):
+            native._compiled()
+    finally:
+        no_compiler.chmod(0o700)
 
 
 @pytest.mark.parametrize("place", ["native", "kvferry", ".cache", "home"])

@@ -34,6 +34,8 @@ VARIABLES = {
     "STOP_GRACE": "240s",
     # The stand-in base tells pip where its wheels are.
     "TORCH_INDEX": "",
+    # The stand-in base has no C compiler.
+    "NATIVE": "",
 }
 
 

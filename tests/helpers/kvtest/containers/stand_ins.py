@@ -45,8 +45,10 @@ def make(engine: Any) -> None:
     """Import the base, and tag it as every image that the stack takes from elsewhere. Raises NoBase."""
     compose = (REPOSITORY / "docker-compose.yml").read_text(encoding="utf-8")
     dockerfile = (REPOSITORY / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8")
-    (python,) = set(re.findall(r"^FROM (\S+:\S+)", dockerfile, flags=re.MULTILINE))
+    python, *others = set(re.findall(r"^FROM (\S+:\S+)", dockerfile, flags=re.MULTILINE))
     engine.docker("import", "--change", f"ENV {PATH}", str(base()), python, timeout_s=BASE_TIMEOUT_S)
+    for other in others:
+        engine.docker("tag", python, other)
     for name, instructions in (
         ("redis", ""),
         ("prom/prometheus", 'USER 65534\nENTRYPOINT ["/bin/prometheus"]'),
