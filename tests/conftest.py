@@ -12,6 +12,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+import structlog
 import torch
 from kvtest import fast_interpreter
 from kvtest.redis_server import RedisServer
@@ -40,6 +41,15 @@ def kernels_stay_as_they_are_configured() -> Iterator[None]:
     yield
     after, dispatch._state.mode = dispatch._state.mode, before
     assert after == before, f"the test left kernels in mode {after}"
+
+
+@pytest.fixture(autouse=True)
+def logging_stays_as_it_is_configured() -> Iterator[None]:
+    """A command that a test runs in this process configures structlog for itself, and other tests' loggers
+    would lack what it expects of them."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(autouse=True)
