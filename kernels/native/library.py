@@ -3,8 +3,8 @@
     first call of `library`: prebuilt or cached ──no──► compile (some seconds) ──► load ──► compare with torch
                                     └───────────────────yes──────────────────────────┘
 
-An image has no compiler, but files for some kinds of processors (`prebuild`). A file that is made here is in
-the user's cache, or, if there is no safe folder for it, in one of this process. Where there is no such folder
+The CPU image has no compiler, but files for some kinds of processors (`prebuild`). A file that is made here
+is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is no such folder
 or no compiler, or its code does not agree with torch, ops run in torch.
 """
 

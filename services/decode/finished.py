@@ -72,6 +72,7 @@ class RetainedSelection:
         return not self.listed and self.num_users == 0
 
     def num_common_tokens(self, prompt_token_ids: tuple[int, ...]) -> int:
+        """Count the tokens of the common prefix of the prompt and this selection."""
         prompt = np.asarray(prompt_token_ids, np.int64)
         length = min(len(prompt), len(self.token_ids))
         differs = np.flatnonzero(prompt[:length] != self.token_ids[:length])

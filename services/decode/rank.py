@@ -70,6 +70,7 @@ class DecodeRank(FollowingRank):
         return pickle.dumps(getattr(self._part, name)(*args))
 
     def place(self, slot: int, name: int, num_appended: int) -> None:
+        """Place a sequence in an empty slot."""
         if self._slots is None:
             self._slots = SlotAttention(self.model.spec, self._max_batch_size, self._memory)
         self._slots.place(slot, self._part.arrived(name).caches, num_appended)

@@ -154,6 +154,7 @@ class PrefillJob:
 
     @property
     def retained_as(self) -> SessionKey | None:
+        """Return the session under which decode retains the rows, or None if it retains none."""
         session = self.request.session
         return self.request.retained_as if session is not None and session.is_implicit else session
 

@@ -59,6 +59,7 @@ class CacheView:
     def of(
         cls, shape: LayerShape, regions: Mapping[str, Tensor], packed: Sequence[PackedLayer] = ()
     ) -> CacheView:
+        """Return a view of the regions of rows, and of those of `AttentionKind.regions`."""
         auxiliary = [tensor for name, tensor in regions.items() if name.startswith(_AUXILIARY)]
         keys, values = shape.rows_of(regions)
         return cls(keys=keys, values=values, auxiliary=tuple(auxiliary), packed=packed)

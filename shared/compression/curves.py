@@ -215,6 +215,7 @@ class CurveBook:
         return self._curves.get((fingerprint, method))
 
     def methods(self, fingerprint: str) -> tuple[str, ...]:
+        """Return the methods with a curve for a model."""
         return tuple(sorted(method for at, method in self._curves if at == fingerprint))
 
 

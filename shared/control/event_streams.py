@@ -60,6 +60,7 @@ class EventStream:
         self._news.set()
 
     def end(self, call_id: str) -> None:
+        """Note that the call has no more events."""
         self._ended.append(call_id)
         self._news.set()
 

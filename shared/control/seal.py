@@ -50,6 +50,7 @@ class Seal:
         return seal
 
     def close(self, message: bytes) -> bytes:
+        """Seal the next message to send."""
         return message + _TAG + self._checksum(message)
 
     def open(self, sealed: bytes) -> bytes:

@@ -74,6 +74,7 @@ def thinned(checkpoints: Iterable[AnyCheckpoint], *, num_exact: int = 0) -> tupl
 
 
 def host_copy(state: LayerState) -> dict[str, Tensor]:
+    """Copy the tensors to host memory of their own."""
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for name, tensor in state.items()
     }

@@ -229,6 +229,7 @@ _Prefixed = TypeVar("_Prefixed", str, tuple[Any, ...])
 
 
 def common_prefix(a: _Prefixed, b: _Prefixed) -> int:
+    """Return the length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -97,6 +97,7 @@ class RowChunk:
         return replace(self, tensors=tensors, group_offset=offset)
 
     def copy(self) -> RowChunk:
+        """Copy the rows to memory of their own."""
         return replace(self, tensors=tuple(map(_host_copy, self.tensors)))
 
     def _unpack(self, codes: Tensor) -> Tensor:
@@ -256,6 +257,7 @@ class Segment:
                 self.size_bytes += chunk.size_bytes
 
     def rows(self, layer: int, num_tokens: int) -> list[RowChunk]:
+        """Return the first `num_tokens` tokens' rows of a layer."""
         return part_of(self._layers[layer], 0, num_tokens)
 
     def first(self, num_tokens: int) -> Segment:

@@ -173,10 +173,12 @@ class ModelSpec:
 
     @cached_property
     def row_numbers(self) -> dict[int, int]:
+        """Return the number of each of `row_layers` among them."""
         return {layer: number for number, layer in enumerate(self.row_layers)}
 
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
+        """Return the layers with a state."""
         return tuple(layer for layer, spec in enumerate(self.layers) if spec.state)
 
     @cached_property

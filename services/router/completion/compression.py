@@ -194,6 +194,7 @@ _ADDED: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 def of_prompts(reports: Sequence[KvReport]) -> KvReport:
+    """Return the report of several prompts, of which there is at least one."""
     return cast(KvReport, _together(reports))
 
 

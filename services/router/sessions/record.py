@@ -241,6 +241,7 @@ class SessionFile(StrictModel):
 
     @classmethod
     def of(cls, key: SessionKey, record: SessionRecord, model_name: str) -> Self:
+        """Make the export of a session."""
         same = {name: getattr(record, name) for name in _SAME_FIELDS}
         file = {
             "format": "kvferry.session",

@@ -160,6 +160,7 @@ class LayerCache(ABC):
         return dict(zip(self.format.shape.row_names, self.generated_rows(num_appended), strict=False))
 
     def used_bytes(self, num_appended: int) -> int:
+        """Count the bytes in use after `num_appended` tokens."""
         return self.format.used_bytes(num_appended)
 
 

@@ -80,6 +80,7 @@ class Kivi(StoredFormat):
         return {**index, "codes": rows.codes, "scales": rows.scales, **left}
 
     def quantised(self, tensors: Tensors) -> KiviRows:
+        """Return the rows that these tensors store."""
         keys, values = self.shape.rows_of(tensors)
         return KiviRows(
             bits=self.bits,
