@@ -4,8 +4,8 @@
                                     └───────────────────yes──────────────────────────┘
 
 The CPU image has no compiler, but files for some kinds of processors (`prebuild`). A file that is made here
-is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is no such folder
-or no compiler, or its code does not agree with torch, ops run in torch.
+is in the user's cache, or, if there is no safe folder for it, in one of this process. Where there is no such
+folder or no compiler, or its code does not agree with torch, ops run in torch.
 """
 
 from __future__ import annotations
